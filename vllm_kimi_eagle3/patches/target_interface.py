@@ -1,0 +1,113 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The Kimi target classes do not implement ``SupportsEagle3``."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from typing import Any
+
+from vllm_kimi_eagle3.checkpoint.target import (
+    MULTIMODAL_ARCHITECTURE,
+    TEXT_ARCHITECTURE,
+    is_kimi_target,
+)
+from vllm_kimi_eagle3.contract import Sources, Symbol
+
+from .base import Patch, Undo, set_attribute
+
+_TARGET = "vllm.model_executor.models.registry:_ModelRegistry.resolve_model_cls"
+_DEEPSEEK = "vllm.model_executor.models.deepseek_v2"
+_KIMI = f"vllm.model_executor.models.kimi_k25:{MULTIMODAL_ARCHITECTURE}"
+
+# Which class of ours serves a Kimi target of an architecture, by name so that nothing is imported
+# before a Kimi is served. The entry of the multimodal architecture is another one on 0.15.
+ROUTES = {
+    MULTIMODAL_ARCHITECTURE: f"vllm_kimi_eagle3.models.kimi_targets:{MULTIMODAL_ARCHITECTURE}",
+    TEXT_ARCHITECTURE: f"vllm_kimi_eagle3.models.kimi_targets:{TEXT_ARCHITECTURE}",
+}
+
+
+def kimi_class(stock: type, architecture: str, config: Any) -> type:
+    """The class that serves a target: ours for a Kimi, else ``stock`` itself.
+
+    Args:
+        stock: the class that vLLM resolved.
+        architecture: the architecture name that it was resolved for.
+        config: the target's Transformers config.
+    """
+    route = ROUTES.get(architecture)
+    if route is None or not is_kimi_target(config):
+        return stock
+    if not stock.__module__.startswith("vllm.model_executor.models."):
+        return stock  # The user's own class, or the Transformers back-end.
+    from vllm_kimi_eagle3.plugin import announce
+
+    announce()
+    module, _, name = route.partition(":")
+    ours = getattr(importlib.import_module(module), name)
+    assert isinstance(ours, type)
+    return ours
+
+
+def _open_in(sources: Sources) -> bool:
+    kimi, text = sources.shape(_KIMI), sources.shape(f"{_DEEPSEEK}:DeepseekV2ForCausalLM")
+    if kimi is None or text is None:
+        return False
+    return any("SupportsEagle3" not in shape.signature for shape in (kimi, text))
+
+
+def _install() -> Undo:
+    from vllm.model_executor.models.registry import _ModelRegistry
+
+    stock = vars(_ModelRegistry)["resolve_model_cls"]
+
+    @functools.wraps(stock)
+    def resolve_model_cls(self: Any, architectures: Any, model_config: Any) -> tuple[type, str]:
+        cls, architecture = stock(self, architectures, model_config)
+        return kimi_class(cls, architecture, model_config.hf_config), architecture
+
+    resolve_model_cls.__vllm_kimi_eagle3__ = "target-interface"  # type: ignore[attr-defined]
+    return set_attribute(_ModelRegistry, "resolve_model_cls", resolve_model_cls)
+
+
+def _verify() -> bool:
+    from vllm.model_executor.models.registry import ModelRegistry
+
+    resolve = type(ModelRegistry).resolve_model_cls
+    return getattr(resolve, "__vllm_kimi_eagle3__", None) == "target-interface"
+
+
+PATCH = Patch(
+    id="target-interface",
+    gap="KimiK25ForConditionalGeneration and DeepseekV3ForCausalLM do not hand out hidden states "
+    "of inner layers: 'Model does not support EAGLE3 interface', after the load.",
+    target=_TARGET,
+    since="0.15.1",
+    before="0.18",
+    does="serves a Kimi target with a subclass that does, for any layer from 0 (the embedding) to "
+    "num_hidden_layers (the last layer's output), under torch.compile and CUDA graphs; the chosen "
+    "layers become part of the compile-cache key. Other models resolve to their stock class.",
+    upstream=(
+        "https://github.com/vllm-project/vllm/issues/36777",
+        "https://github.com/vllm-project/vllm/pull/36361",
+    ),
+    goes="with support for vLLM 0.17",
+    symbols=(
+        Symbol(_TARGET),
+        Symbol(f"{_DEEPSEEK}:DeepseekV2Model.forward", "body"),
+        Symbol(f"{_DEEPSEEK}:DeepseekV2DecoderLayer.forward"),
+        Symbol(f"{_DEEPSEEK}:DeepseekV2ForCausalLM", "signature"),
+        Symbol(f"{_DEEPSEEK}:DeepseekV2ForCausalLM.model_cls", "present"),
+        Symbol(f"{_DEEPSEEK}:DeepseekV2ForCausalLM.forward", "body"),
+        Symbol(f"{_DEEPSEEK}:{TEXT_ARCHITECTURE}"),
+        Symbol(_KIMI),
+        Symbol(f"{_KIMI}.__init__", "body"),
+        Symbol(f"{_KIMI}.forward", "body"),
+        Symbol("vllm.model_executor.models.interfaces:SupportsEagle3", "body"),
+        Symbol("vllm.config.vllm:VllmConfig.compute_hash"),
+    ),
+    open_in=_open_in,
+    install=_install,
+    verify=_verify,
+)

@@ -1,0 +1,126 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``register()``: what vLLM calls in every process, before it reads its own configuration.
+
+vLLM catches an error while it imports a plugin but not one that the call raises: that would end
+``vllm serve`` for every model on the machine. So this module imports the standard library only,
+and ``register()`` lets nothing out unless the user asked for it.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from .patches import Status
+
+ENTRY_POINT_GROUP = "vllm.general_plugins"
+ENTRY_POINT = "kimi_eagle3"
+
+_statuses: tuple[Status, ...] | None = None
+_announced = False
+
+
+def register() -> None:
+    """Bring the vLLM in this process to where Kimi with EAGLE-3 starts and is right.
+
+    Idempotent; initialises no CUDA. Logs and returns where something is not as expected.
+
+    Raises:
+        RuntimeError: only with ``VLLM_KIMI_EAGLE3_STRICT=1``, if a patch that this vLLM needs
+            could not be applied.
+    """
+    from .log import get_logger
+    from .settings import Settings
+
+    logger = get_logger(__name__)
+    settings = Settings.from_environment()
+    try:
+        _register(settings, logger)
+    except Exception:
+        if settings.strict:
+            raise
+        logger.exception("vllm-kimi-eagle3 could not be set up and does nothing in this process")
+
+
+def _register(settings: object, logger: logging.Logger) -> None:
+    global _statuses
+    from . import patches
+    from .host import find_host
+    from .settings import STRICT, Settings
+
+    assert isinstance(settings, Settings)
+    _make_environment_known()
+    host = find_host()
+    if host is None:
+        raise RuntimeError("vllm-kimi-eagle3: no vLLM is installed in this environment")
+    known = {patch.id for patch in patches.PATCHES}
+    for name in sorted(settings.disabled - known):
+        logger.warning(
+            "VLLM_KIMI_EAGLE3_DISABLE names %r, which is no patch; the patches are: %s",
+            name,
+            ", ".join(sorted(known)),
+        )
+    first = _statuses is None
+    _statuses = patches.apply(host, settings)
+    problems = [
+        f"{s.patch.id} {s.state.value}: {s.reason}"
+        for s in _statuses
+        if s.state in (patches.State.FAILED, patches.State.STOOD_DOWN)
+    ]
+    if problems and settings.strict:
+        raise RuntimeError(
+            f"vllm-kimi-eagle3 on {host.label}: {'; '.join(problems)} ({STRICT} is set)"
+        )
+    if problems and first:
+        logger.warning(
+            "vllm-kimi-eagle3 on %s: %s. EAGLE-3 for Kimi may not start here; "
+            "`vllm-kimi-eagle3 status` says more.",
+            host.label,
+            "; ".join(problems),
+        )
+    logger.debug("%s", summary())
+
+
+def summary() -> str:
+    """One line: version, host, and what the plugin did in this process."""
+    from . import __version__
+    from .host import find_host
+    from .patches import State
+
+    host = find_host()
+    where = f"{host.label}, {host.runner()} runner" if host is not None else "no vLLM"
+    applied = [s.patch.id for s in _statuses or () if s.state is State.APPLIED]
+    did = f"applied {', '.join(applied)}" if applied else "nothing to do"
+    return f"vllm-kimi-eagle3 {__version__} on {where}: {did}"
+
+
+def announce() -> None:
+    """Log :func:`summary` once per process, the first time a Kimi target is met.
+
+    Not from ``register()``: a server of another model gets no line from this plugin.
+    """
+    global _announced
+    if not _announced:
+        _announced = True
+        from .log import get_logger
+
+        get_logger(__name__).info("%s", summary())
+
+
+def _make_environment_known() -> None:
+    """Tell vLLM of the plugin's variables, those that are set: it warns of (or, with
+    ``--fail-on-environ-validation``, refuses) names that it does not know.
+
+    Not of the others, because every name that vLLM knows is part of every model's compile-cache
+    key.
+    """
+    import os
+
+    import vllm.envs
+
+    from .settings import ENVIRONMENT_VARIABLES
+
+    for name in ENVIRONMENT_VARIABLES:
+        if name in os.environ:
+            vllm.envs.environment_variables.setdefault(name, lambda name=name: os.getenv(name))
