@@ -114,9 +114,9 @@ class Sources:
 
 
 def _statements(scope: ast.AST) -> Iterator[ast.stmt]:
-    """The statements of a module or class body, those under if/try included, in order."""
+    """The statements of a module or class body, those under if, try and with included, in order."""
     for child in ast.iter_child_nodes(scope):
-        if isinstance(child, (ast.If, ast.Try)):
+        if isinstance(child, (ast.If, ast.Try, ast.ExceptHandler, ast.With)):
             yield from _statements(child)
         elif isinstance(child, ast.stmt):
             yield child
