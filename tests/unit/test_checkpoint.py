@@ -94,8 +94,10 @@ def test_an_eagle3_drafter_has_no_problem(tmp_path: Path, content: Any) -> None:
     assert drafter_problem(write_config(tmp_path / "drafter", content)) is None
 
 
-@pytest.mark.parametrize("model", ["lightseekorg/kimi-k2.5-eagle3", "my-drafter"])
-def test_a_hugging_face_id_is_not_judged(model: str) -> None:
+@pytest.mark.parametrize(
+    "model", ["lightseekorg/kimi-k2.5-eagle3", "my-drafter", "s3://b/models/d"]
+)
+def test_what_is_no_folder_is_not_judged(model: str) -> None:
     assert drafter_problem(model) is None
 
 

@@ -8,7 +8,6 @@ empty, or a config of something else.
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +18,8 @@ _MAX_CONFIG_BYTES = 16 * 1024 * 1024
 def drafter_problem(model: str) -> str | None:
     """What is wrong with ``model`` as an EAGLE-3 drafter, in one sentence with the fix, or None.
 
-    ``model`` is what the user gave as ``"model"`` in ``--speculative-config``: a folder, or a
-    Hugging Face id, of which nothing is said here (None).
+    ``model`` is what the user gave as ``"model"`` in ``--speculative-config``. Only a folder is
+    judged: of a Hugging Face id or an object store's URL nothing is said (None).
     """
     path = Path(model)
     if not path.is_dir():
@@ -51,8 +50,11 @@ def drafter_problem(model: str) -> str | None:
 
 
 def _meant_as_path(model: str) -> bool:
-    """A Hugging Face id is ``name`` or ``owner/name``; anything else with a separator is a path."""
-    return model.startswith(("/", "./", "../", "~", ".\\")) or model.count(os.sep) > 1
+    """A Hugging Face id is ``name`` or ``owner/name``, an object store's a URL; what else has a
+    separator is a path."""
+    if "://" in model:
+        return False
+    return model.startswith(("/", "./", "../", "~")) or model.count("/") > 1
 
 
 def _is_eagle3(config: dict[str, Any]) -> bool:

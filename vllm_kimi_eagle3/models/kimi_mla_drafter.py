@@ -28,7 +28,10 @@ from vllm.model_executor.layers.vocab_parallel_embedding import (
     ParallelLMHead,
     VocabParallelEmbedding,
 )
-from vllm.model_executor.model_loader.weight_utils import default_weight_loader
+from vllm.model_executor.model_loader.weight_utils import (
+    default_weight_loader,
+    maybe_remap_kv_scale_name,
+)
 from vllm.model_executor.models.deepseek_v2 import DeepseekV2MLAAttention, DeepseekV2MLP
 from vllm.model_executor.models.llama_eagle3 import Eagle3LlamaForCausalLM
 from vllm.model_executor.models.utils import get_draft_quant_config, maybe_prefix
@@ -135,7 +138,10 @@ class DeepseekV2Eagle3DecoderLayer(nn.Module):
         return self.mlp(hidden_states), residual
 
 
-@support_torch_compile
+# Stated, because annotations are strings in this module and cannot be read back by the decorator.
+@support_torch_compile(
+    dynamic_arg_dims={"input_ids": 0, "positions": -1, "hidden_states": 0, "input_embeds": 0}
+)
 class DeepseekV2Eagle3Model(nn.Module):
     """Embedding, combination of the auxiliary hidden states, the decoder layer, final norm."""
 
@@ -226,7 +232,14 @@ class DeepseekV2Eagle3Model(nn.Module):
         parameters = dict(self.named_parameters())
         loaded: set[str] = set()
         for checkpoint_name, tensor in weights:
+            if "rotary_emb.inv_freq" in checkpoint_name:
+                continue  # Old Transformers saved it; it follows from the config.
             name, shard = checkpoint_name.replace("midlayer.", "layers.0."), None
+            if "scale" in name:
+                # Scales of an fp8 KV cache have several spellings; it says which it does not use.
+                name = maybe_remap_kv_scale_name(name, parameters)
+                if name is None:
+                    continue
             for into, part, index in fused:
                 if part in name and name.replace(part, into) in parameters:
                     name, shard = name.replace(part, into), index

@@ -27,6 +27,9 @@ def _check(config: Any) -> None:
         return
     if not is_kimi_target(getattr(config.target_model_config, "hf_config", None)):
         return
+    from vllm_kimi_eagle3.plugin import announce
+
+    announce()
     if (problem := drafter_problem(model)) is not None:
         raise ValueError(f'--speculative-config, "model": {problem}')
 

@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The backport on a GPU: bfloat16, MLA back-ends, torch.compile and CUDA graphs.
+
+    python -m pytest tests/gpu        # beside a stock CUDA vLLM 0.15 to 0.17, with the plugin
+
+Not part of CI, which has no GPU. In bfloat16 the reference's float32 argmax can tip over where two
+logits are close, so what must be equal here is speculation on and off in the same engine, and the
+counts lie within a few drafts of the reference's.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.assets.variants import copy_drafter, expected_run, load_expected, load_prompts
+from tests.hosts.harness import LLAMA_DRAFTER, MLA_DRAFTER, TARGET, Run, run_offline
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+# Of the reference's drafts; a shifted aux layer makes a difference several times as large.
+TOLERANCE = 0.03
+
+
+@pytest.fixture(scope="session")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("cache")
+
+
+def engine(folder: Path, cache: Path, drafter: Path | None = None, **extra: Any) -> Run:
+    """One engine over the prompts of `expected.json`, compiled and with CUDA graphs."""
+    import os
+
+    arguments: dict[str, Any] = {
+        "model": str(TARGET),
+        "dtype": "bfloat16",
+        "max_model_len": 512,
+        "max_num_seqs": 8,
+        "trust_remote_code": True,
+        "disable_log_stats": False,
+        "seed": 0,
+        "gpu_memory_utilization": 0.2,
+        **extra,
+    }
+    if drafter is not None:
+        speculative = {"method": "eagle3", "model": str(drafter), "num_speculative_tokens": 3}
+        arguments["speculative_config"] = speculative
+    job = {
+        "engine": arguments,
+        "prompts": [prompt["token_ids"] for prompt in load_prompts()],
+        "max_tokens": load_expected()["max_tokens"],
+    }
+    environment = {
+        **os.environ,
+        "VLLM_CACHE_ROOT": str(cache / "vllm"),
+        "TORCHINDUCTOR_CACHE_DIR": str(cache / "inductor"),
+        "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",
+    }
+    return run_offline([job], environment, folder)
+
+
+@pytest.fixture(scope="session")
+def without(tmp_path_factory: pytest.TempPathFactory, cache: Path) -> Run:
+    """The target alone."""
+    return engine(tmp_path_factory.mktemp("without"), cache)
+
+
+def assert_counts(run: Run, drafter: Path, aux_layer_ids: tuple[int, ...] = (2, 4, 5)) -> None:
+    wanted = expected_run(drafter.name, 3, aux_layer_ids)["num_drafts"]
+    assert abs(run.counts["num_drafts"] - wanted) <= TOLERANCE * wanted, (run.counts, wanted)
+
+
+@pytest.mark.parametrize("drafter", [LLAMA_DRAFTER, MLA_DRAFTER], ids=lambda path: path.name)
+def test_speculation_is_lossless_and_accepted(
+    tmp_path: Path, cache: Path, without: Run, drafter: Path
+) -> None:
+    run = engine(tmp_path, cache, drafter)
+    assert run.tokens == without.tokens
+    assert_counts(run, drafter)
+    # A second start loads what the first one compiled.
+    warm = engine(tmp_path / "warm", cache, drafter)
+    assert warm.tokens == run.tokens
+    assert warm.counts == run.counts
+    assert "Directly load" in warm.log
+
+
+def test_another_choice_of_layers_is_not_served_from_the_cache(
+    tmp_path: Path, cache: Path, without: Run
+) -> None:
+    """The artefacts of layers (2, 4, 5) are in the cache; (3, 5, 6) must not load them."""
+    counts = []
+    for name, layers in (("first", (2, 4, 5)), ("second", (3, 5, 6))):
+        changed = {"eagle_aux_hidden_state_layer_ids": list(layers)}
+        drafter = copy_drafter(LLAMA_DRAFTER, tmp_path / name / "drafter", changed)
+        run = engine(tmp_path / name, cache, drafter)
+        assert run.tokens == without.tokens
+        assert_counts(run, LLAMA_DRAFTER, layers)
+        counts.append(run.counts)
+    assert counts[0] != counts[1]
+
+
+def test_embedding_and_last_output(tmp_path: Path, cache: Path, without: Run) -> None:
+    layers = (0, 4, 8)
+    changed = {"eagle_aux_hidden_state_layer_ids": list(layers)}
+    drafter = copy_drafter(LLAMA_DRAFTER, tmp_path / "drafter", changed)
+    run = engine(tmp_path, cache, drafter)
+    assert run.tokens == without.tokens
+    assert_counts(run, LLAMA_DRAFTER, layers)
