@@ -1,0 +1,166 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which scenario runs on which host, and why one is absent.
+
+The one table: a test names its scenario with `@scenario("...")` and is skipped, with the reason
+given here, on hosts that lack it. A host that the table does not know is an error, not a skip.
+`python tests/hosts/matrix.py` prints the table.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import pytest
+
+BACKPORT = ("0.15.1", "0.16.0", "0.17.1")
+NATIVE = ("0.20.2", "0.26.0", "0.32.0")
+HOSTS = BACKPORT + NATIVE
+
+NO_FAULT = "upstream has EAGLE-3 for Kimi here: there is no fault to show"
+NO_CPU_MLA = "this release's CPU build has no MLA, and an MLA drafter has no other attention"
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """A row of the table.
+
+    Attributes:
+        shows: what a pass shows.
+        absent: hosts, and why it does not run there; it runs on every other host.
+    """
+
+    shows: str
+    absent: dict[tuple[str, ...], str] = field(default_factory=dict)
+
+    def absent_on(self, host: str) -> str | None:
+        """Why it does not run on a host, or None if it runs there."""
+        if host not in HOSTS:
+            raise LookupError(f"vLLM {host} is no host of tests/hosts/matrix.py: {HOSTS}")
+        return next((why for hosts, why in self.absent.items() if host in hosts), None)
+
+
+SCENARIOS = {
+    "configuration": Scenario(
+        "targets and drafters are accepted or refused before any load; others as without the plugin"
+    ),
+    "configuration: the backport": Scenario(
+        "stock refuses, the plugin accepts, a revert refuses again", {NATIVE: NO_FAULT}
+    ),
+    "configuration: extract_hidden_states": Scenario(
+        "the method for taking training data accepts a Kimi target",
+        {("0.15.1", "0.16.0"): "these releases do not have the method", NATIVE: NO_FAULT},
+    ),
+    "configuration: upstream": Scenario(
+        "no model class of the plugin is imported",
+        {BACKPORT: "the plugin's classes serve Kimi there"},
+    ),
+    "mla drafter: the class": Scenario(
+        "the plugin's MLA drafter loads and computes what the reference computes, with the "
+        "attention back-end replaced: these CPU builds have none for MLA",
+        {NATIVE: "the class is upstream's"},
+    ),
+    "faults": Scenario(
+        "stock refuses Kimi-K2.5 + EAGLE-3 three times in a row, by its own code",
+        {NATIVE: NO_FAULT},
+    ),
+    "faults: the interface": Scenario(
+        "the third refusal is GPUModelRunner's own check",
+        {NATIVE: NO_FAULT, ("0.15.1",): "the bare language model's fault comes before it there"},
+    ),
+    "faults: the bare language model": Scenario(
+        "0.15's language model has neither .model nor .lm_head",
+        {
+            NATIVE: NO_FAULT,
+            ("0.16.0", "0.17.1"): "from 0.16 on the language model is a DeepseekV2ForCausalLM",
+        },
+    ),
+    "parity": Scenario(
+        "greedy tokens with and without speculation equal the plain-torch reference's; drafts and "
+        "accepted tokens per position equal its counts (Llama drafter, k=3, float32, eager)"
+    ),
+    "mla drafter": Scenario(
+        "the same with the MLA drafter, and MLA on", {(*BACKPORT, "0.20.2", "0.26.0"): NO_CPU_MLA}
+    ),
+    "v2 runner": Scenario(
+        "the same on the V2 runner",
+        {
+            (*BACKPORT, "0.20.2", "0.26.0"): "Kimi runs on V1 there unless one asks otherwise",
+        },
+    ),
+    "shifted aux layers": Scenario(
+        "one layer off is noticed: the test of the parity test",
+        {("0.16.0", "0.26.0"): "the same code path as on 0.17.1 and 0.20.2"},
+    ),
+    "any aux layer": Scenario(
+        "the embedding and the last layer's output as aux layers",
+        {
+            NATIVE: "upstream captures neither up to 0.24; the plugin adds it on 0.15 to 0.17",
+            ("0.15.1",): "same decoder code as 0.17.1",
+        },
+    ),
+    "torch.compile": Scenario(
+        "the same with torch.compile on",
+        {
+            ("0.15.1", "0.16.0"): "a cold compilation takes minutes; shown on 0.17.1",
+            NATIVE: "upstream's own classes there",
+        },
+    ),
+    "text-only K2": Scenario(
+        "the same for the text-only Kimi-K2 (DeepseekV3ForCausalLM)",
+    ),
+    "tensor parallel": Scenario(
+        "the same with --tensor-parallel-size 2",
+        {("0.15.1",): "not tried"},
+    ),
+    "image": Scenario("an image request gives the same tokens with speculation as without"),
+    "serve": Scenario(
+        "`vllm serve` over HTTP: completion, chat, streaming, image, concurrent requests, /metrics"
+    ),
+    "log line": Scenario(
+        "the API process and the engine core each say once what the plugin did",
+        {NATIVE: "the plugin does nothing there, and says nothing"},
+    ),
+    "other model": Scenario(
+        "a tiny Llama pair is untouched: tokens, counters, classes, compile-cache keys, log"
+    ),
+    "bad input": Scenario("a drafter folder that cannot be one gives one clear line"),
+    "stand aside": Scenario(
+        "no model class of ours is imported or registered",
+        {BACKPORT: "the backport's classes serve there"},
+    ),
+    "backport classes": Scenario(
+        "the backport's classes serve, under upstream's names",
+        {NATIVE: "upstream's classes serve there"},
+    ),
+    "status": Scenario("`vllm-kimi-eagle3 status` says what is applied"),
+}
+
+
+def scenario(name: str) -> pytest.MarkDecorator:
+    """Marks a test, or with `pytestmark` a module's tests, as part of a scenario."""
+    if name not in SCENARIOS:
+        raise LookupError(f"no scenario {name!r} in tests/hosts/matrix.py")
+    import pytest
+
+    return pytest.mark.scenario(name)
+
+
+def table() -> str:
+    """The table as Markdown."""
+    rows = [f"| scenario | {' | '.join(HOSTS)} |", "|---" * (len(HOSTS) + 1) + "|"]
+    notes: list[str] = []
+    for name, row in SCENARIOS.items():
+        cells = []
+        for host in HOSTS:
+            reason = row.absent_on(host)
+            if reason is not None and reason not in notes:
+                notes.append(reason)
+            cells.append("runs" if reason is None else f"({notes.index(reason) + 1})")
+        rows.append(f"| {name}: {row.shows} | {' | '.join(cells)} |")
+    return "\n".join([*rows, "", *(f"({i}) {note}" for i, note in enumerate(notes, 1))])
+
+
+if __name__ == "__main__":
+    print(table())

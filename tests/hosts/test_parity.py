@@ -1,0 +1,118 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The tokens and the acceptance counters of real engines, against the plain-torch reference.
+
+Equal tokens show that speculation is lossless. Equal counters show that the drafter saw the hidden
+states it was trained on: a wrong aux layer leaves the output as it is and lowers acceptance only.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.assets import variants
+
+from . import harness
+from .conftest import IMAGE_CHAT, TEXT_CHAT, Offline, expected_counts
+from .harness import LLAMA_DRAFTER, MLA_DRAFTER, Run
+from .matrix import scenario
+
+
+def assert_parity(run: Run, expected: dict[str, Any], counts: dict[str, Any]) -> None:
+    """A run's tokens are the reference's, and so are its counters."""
+    assert run.tokens == expected["output_token_ids"]
+    assert run.counts == counts
+
+
+@scenario("parity")
+def test_without_speculation(without: Run, expected: dict[str, Any]) -> None:
+    assert without.tokens == expected["output_token_ids"]
+    assert without.result["spec_decode"] == {}
+
+
+@scenario("parity")
+def test_llama_drafter(with_llama: Run, expected: dict[str, Any]) -> None:
+    assert_parity(with_llama, expected, expected_counts(LLAMA_DRAFTER))
+
+
+@scenario("image")
+def test_image_with_speculation(without: Run, with_llama: Run) -> None:
+    """Text and image requests give the same tokens with speculation as without."""
+    assert with_llama.tokens
+    assert with_llama.result["afterwards"] == without.result["afterwards"]
+    text, image = without.result["afterwards"]
+    assert image["num_prompt_tokens"] > text["num_prompt_tokens"]
+    assert image["tokens"] != text["tokens"]
+    assert "png" in IMAGE_CHAT
+    assert "png" not in TEXT_CHAT
+
+
+@scenario("mla drafter")
+def test_mla_drafter(offline: Offline, expected: dict[str, Any]) -> None:
+    run = offline("mla", drafter=MLA_DRAFTER, mla=True, probe=True)
+    assert_parity(run, expected, expected_counts(MLA_DRAFTER))
+
+
+@scenario("shifted aux layers")
+@pytest.mark.parametrize("shifted", [(3, 5, 6)], ids=str)
+def test_parity_fails_with_shifted_aux_layers(
+    offline: Offline, expected: dict[str, Any], tmp_path: Path, shifted: tuple[int, ...]
+) -> None:
+    """The test of the test: one layer off gives the same output, and the counters show it."""
+    drafter = variants.copy_drafter(
+        LLAMA_DRAFTER, tmp_path / "shifted", {"eagle_aux_hidden_state_layer_ids": list(shifted)}
+    )
+    run = offline("shifted", drafter=drafter)
+    with pytest.raises(AssertionError):
+        assert_parity(run, expected, expected_counts(LLAMA_DRAFTER))
+    assert_parity(run, expected, expected_counts(LLAMA_DRAFTER, aux_layer_ids=shifted))
+
+
+@scenario("any aux layer")
+def test_embedding_and_last_output_as_aux_layers(
+    offline: Offline, expected: dict[str, Any], tmp_path: Path
+) -> None:
+    """0 is the embedding and num_hidden_layers the last layer's output."""
+    layers = (0, 4, 8)
+    drafter = variants.copy_drafter(
+        LLAMA_DRAFTER, tmp_path / "any", {"eagle_aux_hidden_state_layer_ids": list(layers)}
+    )
+    run = offline("any aux layer", drafter=drafter)
+    assert_parity(run, expected, expected_counts(LLAMA_DRAFTER, aux_layer_ids=layers))
+
+
+@scenario("torch.compile")
+def test_compiled(offline: Offline, expected: dict[str, Any]) -> None:
+    run = offline("compiled", drafter=LLAMA_DRAFTER, enforce_eager=False)
+    assert_parity(run, expected, expected_counts(LLAMA_DRAFTER))
+
+
+@scenario("text-only K2")
+def test_text_only_k2(offline: Offline, expected: dict[str, Any], tmp_path: Path) -> None:
+    target = variants.write_kimi_k2_target(tmp_path / "kimi-k2")
+    run = offline("text only", target=target, drafter=LLAMA_DRAFTER)
+    assert_parity(run, expected, expected_counts(LLAMA_DRAFTER))
+
+
+@scenario("tensor parallel")
+def test_tensor_parallel(offline: Offline, expected: dict[str, Any]) -> None:
+    run = offline("tensor parallel", drafter=LLAMA_DRAFTER, tensor_parallel_size=2)
+    assert_parity(run, expected, expected_counts(LLAMA_DRAFTER))
+
+
+@scenario("v2 runner")
+def test_v2_runner(offline: Offline, expected: dict[str, Any]) -> None:
+    run = offline("v2", drafter=LLAMA_DRAFTER, probe=True, env=harness.V2_RUNNER)
+    assert_parity(run, expected, expected_counts(LLAMA_DRAFTER))
+    assert "vllm.v1.worker.gpu.model_runner.GPUModelRunner" in run.worker["runner"]
+
+
+@scenario("parity")
+def test_runner(with_llama: Run) -> None:
+    """Which runner the counters above are of."""
+    assert "vllm.v1.worker.gpu_model_runner.GPUModelRunner" in with_llama.worker["runner"]
+    assert harness.at_least(0, 22) == (
+        "vllm_cpu_spec_shim.worker.SpecCPUModelRunner" not in with_llama.worker["runner"]
+    )
