@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from .patches import Status
+    from .settings import Settings
 
 ENTRY_POINT_GROUP = "vllm.general_plugins"
 ENTRY_POINT = "kimi_eagle3"
@@ -43,13 +44,12 @@ def register() -> None:
         logger.exception("vllm-kimi-eagle3 could not be set up and does nothing in this process")
 
 
-def _register(settings: object, logger: logging.Logger) -> None:
+def _register(settings: Settings, logger: logging.Logger) -> None:
     global _statuses
     from . import patches
     from .host import find_host
-    from .settings import STRICT, Settings
+    from .settings import STRICT
 
-    assert isinstance(settings, Settings)
     _make_environment_known()
     host = find_host()
     if host is None:
