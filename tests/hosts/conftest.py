@@ -64,7 +64,7 @@ def run_jobs(tmp_path_factory: pytest.TempPathFactory, cache: Path) -> RunJobs:
 
     `run_jobs(name, jobs, mla=False, env={...})`.
     """
-    runs: dict[str, Run] = {}
+    runs: dict[str, tuple[object, Run]] = {}
 
     def run(
         name: str,
@@ -73,14 +73,16 @@ def run_jobs(tmp_path_factory: pytest.TempPathFactory, cache: Path) -> RunJobs:
         mla: bool = False,
         env: dict[str, str] | None = None,
     ) -> Run:
+        asked = (jobs, mla, env)
         if name not in runs:
             folder = tmp_path_factory.mktemp(name.replace(" ", "-"))
             ranks = max(job["engine"].get("tensor_parallel_size", 1) for job in jobs)
             environment = harness.environment(
                 cache, mla=mla, tensor_parallel_size=ranks, **(env or {})
             )
-            runs[name] = harness.run_offline(jobs, environment, folder)
-        return runs[name]
+            runs[name] = (asked, harness.run_offline(jobs, environment, folder))
+        assert runs[name][0] == asked, f"another run is called {name!r}"
+        return runs[name][1]
 
     return run
 

@@ -138,7 +138,6 @@ def probe_worker(worker: Any) -> dict[str, Any]:
     registered = {
         name: [getattr(entry, "module_name", None), getattr(entry, "class_name", None)]
         for name, entry in ModelRegistry.models.items()
-        if "Kimi" in name or "Deepseek" in name or "Eagle3" in name
     }
     return {
         "target": describe(runner.model),

@@ -18,7 +18,7 @@ from tests.assets import variants
 from . import harness
 from .conftest import Offline
 from .harness import Run
-from .matrix import scenario
+from .matrix import BACKPORT, scenario
 
 pytestmark = scenario("other model")
 
@@ -46,10 +46,17 @@ def test_same_tokens_and_counters(pair: tuple[Run, Run]) -> None:
     assert without.counts["num_drafts"] > 0
 
 
-@pytest.mark.parametrize("what", ["target", "drafter", "runner", "registered"])
+@pytest.mark.parametrize("what", ["target", "drafter", "runner"])
 def test_same_classes(pair: tuple[Run, Run], what: str) -> None:
     without, with_plugin = pair
     assert with_plugin.worker[what] == without.worker[what]
+
+
+def test_registry_has_stocks_entries_and_names_that_stock_lacks(pair: tuple[Run, Run]) -> None:
+    stock, ours = (run.worker["registered"] for run in pair)
+    assert {name: ours.get(name) for name in stock} == stock
+    added = {"Eagle3DeepseekV2ForCausalLM", "Eagle3DeepseekV3ForCausalLM"}
+    assert set(ours) - set(stock) == (added if harness.host_release() in BACKPORT else set())
 
 
 @pytest.mark.parametrize("what", ["config_hash", "compile_factors"])
