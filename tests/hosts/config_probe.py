@@ -50,10 +50,30 @@ def attempt(job: dict[str, Any]) -> dict[str, Any]:
     cls = get_model_cls(config.model_config)
     return {
         "method": config.speculative_config.method,
+        "compile_keys": compile_keys(config) if job.get("compile_keys") else None,
         "target_class": f"{cls.__module__}:{cls.__name__}",
         "image_token_index": getattr(hf_config, "image_token_index", None),
         "own_image_token_index": "image_token_index" in vars(hf_config),
     }
+
+
+def compile_keys(config: Any) -> list[str]:
+    """The configuration's hash as it is, then with layers chosen; see the test for which."""
+    from vllm_kimi_eagle3.models.aux_hidden_states import add_to_compile_key
+
+    class PlatformConfig:
+        def compute_hash(self) -> str:
+            return "a platform's"
+
+    keys = [config.compute_hash()]
+    for layers in ((2, 4, 5), (3, 5, 6), (2, 4, 5)):
+        add_to_compile_key(config, layers)
+        keys.append(config.compute_hash())
+    config.additional_config = PlatformConfig()
+    for layers in ((2, 4, 5), (3, 5, 6), (2, 4, 5)):
+        add_to_compile_key(config, layers)
+        keys.append(config.compute_hash())
+    return keys
 
 
 def main() -> None:

@@ -77,7 +77,7 @@ def test_it_computes_what_the_reference_computes(
             drafter.combine(inputs["aux_hidden_states"]),
             torch.arange(TOKENS),
             KvCache(),
-            causal_visibility(TOKENS),
+            causal_visibility(TOKENS, 0),
         )
     torch.testing.assert_close(got["hidden_states"], hidden, atol=1e-4, rtol=1e-4)
     torch.testing.assert_close(got["logits"], logits, atol=1e-4, rtol=1e-4)

@@ -114,7 +114,7 @@ class DeepseekV2Model(deepseek_v2.DeepseekV2Model):
             )
         self.aux_hidden_state_layers = tuple(layers)
         for config in self._keyed_configs:
-            _add_to_compile_key(config, self.aux_hidden_state_layers)
+            add_to_compile_key(config, self.aux_hidden_state_layers)
         logger.info(
             "EAGLE-3: the drafter is fed the target's hidden states at layers %s (the inputs of "
             "these decoder layers)",
@@ -141,7 +141,8 @@ class _KeyedConfig:
         return f"{self._original.compute_hash()}-{self._layers}"
 
 
-def _add_to_compile_key(config: VllmConfig, layers: tuple[int, ...]) -> None:
+def add_to_compile_key(config: VllmConfig, layers: tuple[int, ...]) -> None:
+    """Make ``config.compute_hash()`` depend on ``layers``; the last call counts."""
     current = config.additional_config
     if isinstance(current, _KeyedConfig):
         current = current._original
