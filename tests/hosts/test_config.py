@@ -116,6 +116,11 @@ def jobs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
             "speculative": extract,
             "extra": {"kv_transfer_config": transfer},
         }
+        # A DeepSeek-V3 is not on the list either, and its config can be read without the plugin.
+        jobs["extract, nested config out of the way"] = {
+            **jobs["extract"],
+            "target": jobs["deepseek"]["target"],
+        }
     jobs["registered again"] = {**job(kimi), "first": "register"}
     jobs["reverted"] = {**job(kimi), "first": "revert"}
     return jobs
@@ -205,8 +210,14 @@ def test_another_choice_of_aux_layers_is_another_compile_cache_key(plugin: Outco
 
 @scenario("configuration: extract_hidden_states")
 def test_training_data_can_be_taken(plugin: Outcome, stock: Outcome) -> None:
-    assert "extract_hidden_states is only supported" in stock["results"]["extract"]["message"]
+    # Two refusals in a row: the nested config, then the list.
+    assert "does not have `num_attention_heads`" in stock["results"]["extract"]["message"]
+    text_only = stock["results"]["extract, nested config out of the way"]["message"]
+    assert "extract_hidden_states is only supported for ['llama', 'qwen'" in text_only
     assert plugin["results"]["extract"]["method"] == "extract_hidden_states"
+    # What is no Kimi is refused as before.
+    name = "extract, nested config out of the way"
+    assert plugin["results"][name] == stock["results"][name]
 
 
 @scenario("configuration: the backport")

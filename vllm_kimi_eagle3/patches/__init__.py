@@ -17,6 +17,7 @@ from vllm_kimi_eagle3.settings import Settings
 from . import (
     bare_language_model,
     drafter_folder,
+    extract_text_config,
     image_token,
     kimi_k2_config,
     mla_drafter,
@@ -32,6 +33,7 @@ PATCHES: tuple[Patch, ...] = (
     kimi_k2_config.PATCH,
     mla_drafter.PATCH,
     drafter_folder.PATCH,
+    extract_text_config.PATCH,
     whitelist.PATCH,
 )
 """Every patch, in the order of application: a patch comes after those it needs."""
