@@ -149,7 +149,7 @@ def unit(session: nox.Session) -> None:
 def hosts(session: nox.Session, release: str) -> None:
     """End to end in a real vLLM CPU build (arguments go to pytest)."""
     python = host_python(session, release)
-    session.run(python, "-m", "pytest", *(session.posargs or ["tests/hosts"]), external=True)
+    session.run(python, "-m", "pytest", *pytest_arguments(session, "tests/hosts"), external=True)
 
 
 @nox.session(venv_backend="none", default=False)

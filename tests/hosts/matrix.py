@@ -112,7 +112,6 @@ SCENARIOS = {
     ),
     "tensor parallel": Scenario(
         "the same with --tensor-parallel-size 2",
-        {("0.15.1",): "not tried"},
     ),
     "image": Scenario("an image request gives the same tokens with speculation as without"),
     "serve": Scenario(

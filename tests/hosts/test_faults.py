@@ -44,12 +44,9 @@ def refusals(run_jobs: RunJobs) -> list[dict[str, Any]]:
 def test_first_the_whitelist(refusals: list[dict[str, Any]]) -> None:
     message = refusals[FIRST]["error"]["message"]
     assert re.search(r"[Ee]agle3 is only supported for \['llama', 'qwen', 'minicpm', ", message)
-    model_type = json.loads((harness.TARGET / "config.json").read_text())["text_config"][
-        "model_type"
-    ]
-    assert (
-        f" models. Got self.target_model_config.hf_text_config.model_type={model_type!r}" in message
-    )
+    config = json.loads((harness.TARGET / "config.json").read_text())
+    got = f"hf_text_config.model_type={config['text_config']['model_type']!r}"
+    assert f" models. Got self.target_model_config.{got}" in message
 
 
 def test_then_the_image_token(refusals: list[dict[str, Any]]) -> None:

