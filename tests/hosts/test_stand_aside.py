@@ -3,14 +3,8 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
-from pathlib import Path
-
-from . import harness
 from .harness import Run
-from .matrix import BACKPORT, scenario
+from .matrix import scenario
 
 
 @scenario("stand aside")
@@ -37,35 +31,3 @@ def test_classes_keep_upstreams_names(with_llama: Run) -> None:
     assert target[0].rpartition(".")[2] == "KimiK25ForConditionalGeneration"
     assert "vllm.model_executor.models.kimi_k25.KimiK25ForConditionalGeneration" in target
     assert "vllm.model_executor.models.interfaces.SupportsEagle3" in target
-
-
-@scenario("status")
-def test_status_agrees(tmp_path: Path) -> None:
-    """`vllm-kimi-eagle3 status --json` in a fresh process."""
-    program = Path(sys.executable).with_name("vllm-kimi-eagle3")
-    answer = subprocess.run(
-        [str(program), "status", "--json"],
-        cwd=tmp_path,
-        env=harness.environment(tmp_path),
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert answer.returncode == 0, answer.stdout + answer.stderr
-    status = json.loads(answer.stdout)
-    assert status["host"]["version"].startswith(harness.host_release())
-    assert status["complete"]
-    applied = {patch["id"] for patch in status["patches"] if patch["state"] == "applied"}
-    expected = {"drafter-folder"}
-    if harness.host_release() in BACKPORT:
-        expected |= {
-            "image-token",
-            "target-interface",
-            "kimi-k2-config",
-            "mla-drafter",
-            "whitelist",
-        }
-    if harness.host_release() == "0.15.1":
-        expected |= {"bare-language-model"}
-    assert applied == expected

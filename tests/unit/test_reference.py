@@ -5,31 +5,24 @@ from __future__ import annotations
 
 import json
 import random
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-torch = pytest.importorskip("torch")
-pytest.importorskip("safetensors")
-pytest.importorskip("hypothesis")
-
-from hypothesis import given, settings  # noqa: E402
-from hypothesis import strategies as st  # noqa: E402
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # tests/ is not installed
-
-from tests.assets import variants  # noqa: E402
-from tests.reference.checkpoint import read_tensors  # noqa: E402
-from tests.reference.drafter import Drafter, load_drafter  # noqa: E402
-from tests.reference.layers import (  # noqa: E402
+from tests.assets import variants
+from tests.reference.checkpoint import read_tensors
+from tests.reference.drafter import Drafter, load_drafter
+from tests.reference.layers import (
     KvCache,
     causal_visibility,
     yarn_inverse_frequencies,
     yarn_mscale,
 )
-from tests.reference.speculate import (  # noqa: E402
+from tests.reference.speculate import (
     ReferenceDrafter,
     ReferenceTarget,
     Speculation,
@@ -37,7 +30,7 @@ from tests.reference.speculate import (  # noqa: E402
     generate,
     speculate,
 )
-from tests.reference.target import Target, TargetOutput, load_target  # noqa: E402
+from tests.reference.target import Target, TargetOutput, load_target
 
 DRAFTER_FOLDERS = [variants.LLAMA_DRAFTER, variants.MLA_DRAFTER]
 AUX_LAYER_IDS = (2, 4, 5)

@@ -4,19 +4,14 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
+import torch
 
-torch = pytest.importorskip("torch")
-pytest.importorskip("safetensors")
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # tests/ is not installed
-
-from tests.assets import variants  # noqa: E402
-from tests.reference.checkpoint import read_config, read_tensors  # noqa: E402
-from tests.reference.drafter import aux_layer_ids  # noqa: E402
+from tests.assets import variants
+from tests.reference.checkpoint import read_config, read_tensors
+from tests.reference.drafter import aux_layer_ids
 
 FOLDERS = [variants.KIMI_K25_TARGET, variants.LLAMA_DRAFTER, variants.MLA_DRAFTER]
 
