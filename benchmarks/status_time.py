@@ -1,0 +1,80 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How much longer `vllm-kimi-eagle3 status` takes than importing the vLLM that it asks.
+
+    python benchmarks/status_time.py [--rounds 5] [--write]
+
+Runs both in fresh processes, in turns, and prints medians with the 20th and 80th percentiles, those
+of the differences within a round included. `--write` appends a row to benchmarks/results/. What
+`status` says is checked first.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import time
+from datetime import date
+from pathlib import Path
+
+RESULTS = Path(__file__).parent / "results" / "status_time.jsonl"
+IMPORT = [sys.executable, "-c", "from vllm import LLM"]
+STATUS = [str(Path(sys.executable).with_name("vllm-kimi-eagle3")), "status", "--json"]
+
+
+def seconds(command: list[str]) -> tuple[float, str]:
+    """Wall time of a command in a fresh process, and its output."""
+    started = time.perf_counter()
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    return time.perf_counter() - started, result.stdout
+
+
+def spread(values: list[float]) -> dict[str, float]:
+    """Median, 20th and 80th percentile, in seconds."""
+    low, *_, high = statistics.quantiles(values, n=5, method="inclusive")
+    return {name: round(v, 2) for name, v in
+            (("p20", low), ("median", statistics.median(values)), ("p80", high))}  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--write", action="store_true")
+    arguments = parser.parse_args()
+
+    answer = json.loads(seconds(STATUS)[1])  # Also warms the file cache for both.
+    if not answer["complete"]:
+        sys.exit("status says that not everything is in place; nothing is timed")
+    imports, statuses = [], []
+    for _ in range(arguments.rounds):
+        imports.append(seconds(IMPORT)[0])
+        statuses.append(seconds(STATUS)[0])
+    commit = subprocess.run(
+        ["git", "describe", "--always", "--dirty"], capture_output=True, text=True, check=False
+    )
+    row = {
+        "date": str(date.today()),
+        "commit": commit.stdout.strip(),
+        "host": answer["host"]["version"],
+        "python": platform.python_version(),
+        "cpus": os.cpu_count(),
+        "load_average": round(os.getloadavg()[0], 1),
+        "rounds": arguments.rounds,
+        "import_s": spread(imports),
+        "status_s": spread(statuses),
+        "difference_s": spread([s - i for s, i in zip(statuses, imports, strict=True)]),
+    }
+    print(json.dumps(row, indent=1))
+    if arguments.write:
+        RESULTS.parent.mkdir(exist_ok=True)
+        with RESULTS.open("a") as file:
+            file.write(json.dumps(row) + "\n")
+
+
+if __name__ == "__main__":
+    main()
