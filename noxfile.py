@@ -47,7 +47,7 @@ OVERRIDES = {
     "0.26.0": TORCH_2_11,
     "0.32.0": TORCH_2_13,
 }
-TEST_PACKAGES = ["pytest", "hypothesis"]
+TEST_PACKAGES = ["pytest", "pytest-xdist", "hypothesis"]
 
 
 def uv_environment() -> dict[str, str]:
@@ -94,6 +94,11 @@ def pytest_arguments(session: nox.Session, *paths: str) -> list[str]:
     """The session's arguments, with its own test folders unless they name a path themselves."""
     given = list(session.posargs)
     return given if any(arg.startswith("tests/") for arg in given) else [*given, *paths]
+
+
+def run_to_the_end(session: nox.Session, *command: str) -> None:
+    """Run a command that ends its own servers on Ctrl-C; nox would give it a third of a second."""
+    session.run(*command, external=True, interrupt_timeout=30, terminate_timeout=10)
 
 
 def host_python(session: nox.Session, release: str) -> str:
@@ -149,7 +154,9 @@ def unit(session: nox.Session) -> None:
 def hosts(session: nox.Session, release: str) -> None:
     """End to end in a real vLLM CPU build (arguments go to pytest)."""
     python = host_python(session, release)
-    session.run(python, "-m", "pytest", *pytest_arguments(session, "tests/hosts"), external=True)
+    # Starting an engine keeps one core busy, so two lines of tests at a time (see conftest.py).
+    command = [python, "-m", "pytest", "--numprocesses=2", "--dist=loadgroup"]
+    run_to_the_end(session, *command, *pytest_arguments(session, "tests/hosts"))
 
 
 @nox.session(venv_backend="none", default=False)
@@ -165,4 +172,4 @@ def demo(session: nox.Session) -> None:
         session.error(f"no host {release}; there are {', '.join(OVERRIDES)}")
     python = host_python(session, release)
     session.log(f"{shlex.quote(python)} tools/demo.py")
-    session.run(python, "tools/demo.py", *args, external=True)
+    run_to_the_end(session, python, "tools/demo.py", *args)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import shlex
+import signal
 import subprocess
 import sys
 import tempfile
@@ -37,6 +38,7 @@ def main() -> int:
     arguments = parser.parse_args()
     prompt = variants.load_prompts()[arguments.prompt]
     started = time.monotonic()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         with tempfile.TemporaryDirectory(prefix="kimi-eagle3-demo-") as folder:
             equal = compare(prompt, arguments.max_tokens, Path(folder))

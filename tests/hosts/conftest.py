@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,9 +15,20 @@ from tests.assets import variants
 from . import harness, images, matrix
 from .harness import Run
 
+# With pytest-xdist and --dist=loadgroup these files, which share engines, go to one process and the
+# others to a second one.
+ONE_LINE = ("test_parity.py", "test_serve.py", "test_stand_aside.py")
+
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "scenario(name): a row of tests/hosts/matrix.py")
+    config.addinivalue_line("markers", "xdist_group(name): see ONE_LINE")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        line = "the pair" if item.path.name in ONE_LINE else "the rest"
+        item.add_marker(pytest.mark.xdist_group(line))
 
 
 def pytest_report_header() -> str:
@@ -51,7 +63,8 @@ def prompts() -> list[list[int]]:
 @pytest.fixture(scope="session")
 def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """vLLM's and the compilers' caches: of this session only, so that nothing is stale."""
-    return tmp_path_factory.mktemp("cache")
+    base = tmp_path_factory.getbasetemp()
+    return (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "cache"
 
 
 RunJobs = Callable[..., Run]

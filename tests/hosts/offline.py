@@ -76,7 +76,7 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
         },
     }
     for prompt in job.get("afterwards", []):
-        (output,) = llm.generate([to_prompt(prompt)], sampling, use_tqdm=False)
+        (output,) = llm.generate([to_prompt(llm, prompt)], sampling, use_tqdm=False)
         answer = {"tokens": list(output.outputs[0].token_ids), "text": output.outputs[0].text}
         result["afterwards"].append({**answer, "num_prompt_tokens": len(output.prompt_token_ids)})
     if job.get("probe"):
@@ -84,15 +84,16 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
     return result
 
 
-def to_prompt(prompt: dict[str, str]) -> dict[str, Any]:
-    """A vLLM prompt of a text and perhaps an image."""
+def to_prompt(llm: Any, prompt: dict[str, str]) -> dict[str, Any]:
+    """A vLLM prompt of a text and perhaps an image: token ids, since 0.15 takes no text beside one."""
+    token_ids = llm.get_tokenizer().encode(prompt["text"], add_special_tokens=False)
     if "png" not in prompt:
-        return {"prompt": prompt["text"]}
+        return {"prompt_token_ids": token_ids}
     from PIL import Image
 
     image = Image.open(io.BytesIO(base64.b64decode(prompt["png"]))).convert("RGB")
     chunk = {"type": "image", "image": image, "uuid": None}
-    return {"prompt": prompt["text"], "multi_modal_data": {"vision_chunk": [chunk]}}
+    return {"prompt_token_ids": token_ids, "multi_modal_data": {"vision_chunk": [chunk]}}
 
 
 def spec_decode_counters(llm: Any) -> dict[str, Any]:

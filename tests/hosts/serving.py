@@ -107,14 +107,17 @@ class Server:
         process = self._process
         if process is None:
             return
-        if process.poll() is None:
-            process.send_signal(signal.SIGTERM)
-            with contextlib.suppress(subprocess.TimeoutExpired):
+        try:
+            if process.poll() is None:
+                process.send_signal(signal.SIGTERM)
                 process.wait(20)
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-        self._process = None
+        except subprocess.TimeoutExpired:
+            pass
+        finally:  # A second Ctrl-C while it shuts down included.
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+            self._process = None
 
     def log(self) -> str:
         """Everything the server has printed so far."""

@@ -18,7 +18,6 @@ import pytest
 
 from . import harness
 from .conftest import RunJobs
-from .harness import Run
 from .matrix import scenario
 
 pytestmark = scenario("faults")
@@ -73,9 +72,3 @@ def test_then_the_bare_language_model(refusals: list[dict[str, Any]]) -> None:
         "type": "AttributeError",
         "message": "'DeepseekV2Model' object has no attribute 'model'",
     }
-
-
-def test_none_of_them_with_the_plugin(with_llama: Run) -> None:
-    assert with_llama.tokens
-    for text in ("Eagle3 is only supported", "image_token_index", "does not support EAGLE3"):
-        assert text not in with_llama.log

@@ -37,6 +37,13 @@ def test_llama_drafter(with_llama: Run, expected: dict[str, Any]) -> None:
     assert_parity(with_llama, expected, expected_counts(LLAMA_DRAFTER))
 
 
+@scenario("faults")
+def test_none_of_stocks_faults(with_llama: Run) -> None:
+    assert with_llama.tokens
+    for text in ("agle3 is only supported", "image_token_index", "does not support EAGLE3"):
+        assert text not in with_llama.log
+
+
 @scenario("image")
 def test_image_with_speculation(without: Run, with_llama: Run) -> None:
     """Text and image requests give the same tokens with speculation as without."""
