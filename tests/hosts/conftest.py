@@ -25,6 +25,7 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "xdist_group(name): see ONE_LINE")
 
 
+@pytest.hookimpl(tryfirst=True)  # Before xdist, which reads the groups.
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         line = "the pair" if item.path.name in ONE_LINE else "the rest"

@@ -85,7 +85,7 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
 
 
 def to_prompt(llm: Any, prompt: dict[str, str]) -> dict[str, Any]:
-    """A vLLM prompt of a text and perhaps an image: token ids, since 0.15 takes no text beside one."""
+    """A prompt of a text and perhaps an image: as token ids, which 0.15 insists on."""
     token_ids = llm.get_tokenizer().encode(prompt["text"], add_special_tokens=False)
     if "png" not in prompt:
         return {"prompt_token_ids": token_ids}
