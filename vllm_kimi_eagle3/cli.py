@@ -58,10 +58,10 @@ def reason_not_loaded(environ: Mapping[str, str]) -> str:
             "was not installed; run pip install"
         )
     if "VLLM_PLUGINS" in environ:
-        allowed = [name.strip() for name in environ["VLLM_PLUGINS"].split(",")]
-        if ENTRY_POINT not in allowed:
-            value = environ["VLLM_PLUGINS"]
-            fix = ",".join([*filter(None, allowed), ENTRY_POINT])
+        value = environ["VLLM_PLUGINS"]
+        if ENTRY_POINT not in value.split(","):  # As vLLM does: a space belongs to the name.
+            others = [name.strip() for name in value.split(",")]
+            fix = ",".join([*(n for n in others if n not in ("", ENTRY_POINT)), ENTRY_POINT])
             return f"VLLM_PLUGINS={value!r} filters it out; unset VLLM_PLUGINS or set it to {fix!r}"
     return ""
 

@@ -45,7 +45,8 @@ class Shape:
     Attributes:
         signature: the parameters as written, without annotations; the bases of a class; "" for
             an assignment.
-        digest: hash of the source tokens, so comments, blank lines and layout do not count.
+        digest: hash of the source's tokens and blocks; comments, blank lines and the width of
+            the layout do not count.
     """
 
     signature: str
@@ -156,21 +157,43 @@ def _signature(node: ast.stmt) -> str:
     return f"({', '.join(parts)})"
 
 
-_LAYOUT = frozenset(
-    {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT}
-)
+# What a block's beginning and end and a statement's end count as: their own text is layout.
+_STRUCTURE = {tokenize.NEWLINE: "<newline>", tokenize.INDENT: "<in>", tokenize.DEDENT: "<out>"}
+_FSTRING_START = getattr(tokenize, "FSTRING_START", None)
+_FSTRING_END = getattr(tokenize, "FSTRING_END", None)
 
 
 def _digest(text: str) -> str:
-    # Concatenated token strings and not the tree: ast.dump differs between Python versions, and
-    # so does how f-strings are split into tokens, but not what the pieces add up to.
+    # Tokens and not the tree, since ast.dump differs between Python versions.
+    text = _dedent(text)
     try:
-        tokens = tokenize.generate_tokens(io.StringIO(_dedent(text)).readline)
-        words = [t.string for t in tokens if t.type not in _LAYOUT]
-        normal = "".join("".join(words).split())
-    except (tokenize.TokenError, IndentationError):
-        normal = "".join(text.split())
+        normal = "\0".join(_words(text))
+    except (tokenize.TokenError, SyntaxError):
+        normal = text
     return hashlib.sha256(normal.encode()).hexdigest()[:16]
+
+
+def _words(text: str) -> Iterator[str]:
+    """The tokens of ``text`` that count, an f-string as one, as before Python 3.12."""
+    lines = text.splitlines(keepends=True)
+    depth, start = 0, (0, 0)
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type == _FSTRING_START:
+            start = start if depth else token.start
+            depth += 1
+        elif token.type == _FSTRING_END:
+            depth -= 1
+            if not depth:
+                yield _between(lines, start, token.end)
+        elif not depth and token.type not in (tokenize.COMMENT, tokenize.NL):
+            yield _STRUCTURE.get(token.type, token.string)
+
+
+def _between(lines: list[str], start: tuple[int, int], end: tuple[int, int]) -> str:
+    if start[0] == end[0]:
+        return lines[start[0] - 1][start[1] : end[1]]
+    inner = lines[start[0] : end[0] - 1]
+    return lines[start[0] - 1][start[1] :] + "".join(inner) + lines[end[0] - 1][: end[1]]
 
 
 def _dedent(text: str) -> str:

@@ -41,7 +41,8 @@ def register() -> None:
     except Exception:
         if settings.strict:
             raise
-        logger.exception("vllm-kimi-eagle3 could not be set up and does nothing in this process")
+        logger.exception("vllm-kimi-eagle3 could not be set up; its patches are taken back")
+        _take_back(logger)
 
 
 def _register(settings: Settings, logger: logging.Logger) -> None:
@@ -66,7 +67,7 @@ def _register(settings: Settings, logger: logging.Logger) -> None:
     problems = [
         f"{s.patch.id} {s.state.value}: {s.reason}"
         for s in _statuses
-        if s.state in (patches.State.FAILED, patches.State.STOOD_DOWN)
+        if s.state in (patches.State.FAILED, patches.State.STOOD_DOWN) and not s.patch.convenience
     ]
     if problems and settings.strict:
         raise RuntimeError(
@@ -79,7 +80,15 @@ def _register(settings: Settings, logger: logging.Logger) -> None:
             host.label,
             "; ".join(problems),
         )
-    logger.debug("%s", summary())
+
+
+def _take_back(logger: logging.Logger) -> None:
+    try:
+        from . import patches
+
+        patches.revert()
+    except Exception:
+        logger.exception("vllm-kimi-eagle3: a patch could not be taken back")
 
 
 def summary() -> str:
@@ -98,7 +107,8 @@ def summary() -> str:
 def announce() -> None:
     """Log :func:`summary` once per process, the first time a Kimi target is met.
 
-    Not from ``register()``: a server of another model gets no line from this plugin.
+    Not from ``register()``, which also runs in servers of other models: those get a line from this
+    plugin only if a patch that this vLLM needs could not be applied.
     """
     global _announced
     if not _announced:

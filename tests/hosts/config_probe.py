@@ -9,6 +9,7 @@ plugin's entry point by hand, three times) or `revert` (take its patches back).
 
 from __future__ import annotations
 
+import copy
 import json
 import pickle
 import sys
@@ -48,13 +49,63 @@ def attempt(job: dict[str, Any]) -> dict[str, Any]:
     config = pickle.loads(pickle.dumps(config))
     hf_config = config.model_config.hf_config
     cls = get_model_cls(config.model_config)
+    asked = {question: ANSWERS[question](config) for question in job.get("ask", [])}
     return {
+        **asked,
         "method": config.speculative_config.method,
-        "compile_keys": compile_keys(config) if job.get("compile_keys") else None,
         "target_class": f"{cls.__module__}:{cls.__name__}",
         "image_token_index": getattr(hf_config, "image_token_index", None),
         "own_image_token_index": "image_token_index" in vars(hf_config),
     }
+
+
+def layer_choices(config: Any) -> dict[str, Any]:
+    """What the target's class says of choices of layers, without a model being built.
+
+    The decoder is a stand-in that has only what the methods read.
+    """
+    from types import SimpleNamespace
+
+    from vllm_kimi_eagle3.models import aux_hidden_states
+    from vllm_kimi_eagle3.models.aux_hidden_states import DeepseekV2Model, Eagle3Target
+
+    draft_config = config.speculative_config.draft_model_config.hf_config
+    decoder = SimpleNamespace(
+        config=config.model_config.hf_config.text_config,
+        drafter_config=draft_config,
+        _keyed_configs=(),
+    )
+
+    class Target(Eagle3Target):
+        def _decoder(self) -> Any:
+            return decoder
+
+    decoder.choose_aux_hidden_state_layers = lambda layers: (
+        DeepseekV2Model.choose_aux_hidden_state_layers(decoder, layers)
+    )
+    target = Target()
+    said: dict[str, Any] = {}
+    for pipeline_stages, layers in (
+        (1, (0, 4, 8)),
+        (1, (2, 9)),
+        (1, (-1,)),
+        (1, ("2",)),
+        (2, (2,)),
+    ):
+        group = SimpleNamespace(world_size=pipeline_stages)
+        aux_hidden_states.get_pp_group = lambda group=group: group
+        try:
+            target.set_aux_hidden_state_layers(layers)
+            said[f"{layers} on {pipeline_stages}"] = list(decoder.aux_hidden_state_layers)
+        except ValueError as error:
+            said[f"{layers} on {pipeline_stages}"] = str(error)
+    for name, nested in (("default", None), ("nested", [3, 5, 6]), ("outputs", [1, 3, 4])):
+        draft_config.eagle_config = {"eagle_aux_hidden_state_layer_ids": nested}
+        said[name] = [
+            list(target.get_eagle3_aux_hidden_state_layers()),
+            list(target.get_eagle3_default_aux_hidden_state_layers()),
+        ]
+    return said
 
 
 def compile_keys(config: Any) -> list[str]:
@@ -72,17 +123,33 @@ def compile_keys(config: Any) -> list[str]:
     config.additional_config = PlatformConfig()
     for layers in ((2, 4, 5), (3, 5, 6), (2, 4, 5)):
         add_to_compile_key(config, layers)
-        keys.append(config.compute_hash())
+        keys.append(copy.deepcopy(config.additional_config).compute_hash())
     return keys
+
+
+def image_placeholder(config: Any) -> int:
+    """The token that the target itself takes for an image."""
+    return config.model_config.hf_config.media_placeholder_token_id
+
+
+ANSWERS = {
+    "compile_keys": compile_keys,
+    "layer_choices": layer_choices,
+    "image_placeholder": image_placeholder,
+}
 
 
 def main() -> None:
     jobs = json.loads(Path(sys.argv[1]).read_text())
-    results = [attempt(job) for job in jobs]
     import torch
 
+    # What a call that needs CUDA comes through; a CPU build of torch would refuse it anyway.
+    initialised: list[str] = []
+    torch.cuda._lazy_init = lambda: initialised.append("called")
+    results = [attempt(job) for job in jobs]
+
     facts = {
-        "cuda_initialised": torch.cuda.is_initialized(),
+        "cuda_initialised": initialised,
         "models_imported": sorted(
             m for m in sys.modules if m.startswith("vllm_kimi_eagle3.models.")
         ),

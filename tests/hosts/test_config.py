@@ -50,14 +50,15 @@ def target_folder(folder: Path, **config: Any) -> str:
 
 
 def kimi_folder(folder: Path, **changes: Any) -> str:
-    """The tiny Kimi-K2.5's configuration, changed; a value of None removes a key."""
+    """The tiny Kimi-K2.5's configuration, changed; `remove` names a key to leave out."""
     folder.mkdir()
     for source in harness.TARGET.iterdir():
         if not source.name.endswith(".safetensors"):
             (folder / source.name).write_bytes(source.read_bytes())
     config = json.loads((folder / "config.json").read_text())
     config["text_config"]["model_type"] = changes.pop("text_model_type", "deepseek_v3")
-    config = {k: v for k, v in {**config, **changes}.items() if v is not None}
+    config.pop(changes.pop("remove", ""), None)
+    config.update(changes)
     (folder / "config.json").write_text(json.dumps(config))
     return str(folder)
 
@@ -77,10 +78,17 @@ def jobs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     deepseek = {"architectures": ["DeepseekV3ForCausalLM"], **LATENT}
     jobs = {
         "kimi": job(kimi),
-        "kimi, compile keys": {**job(kimi), "compile_keys": harness.host_release() in BACKPORT},
+        "kimi, questions": {
+            **job(kimi),
+            "ask": ["compile_keys", "layer_choices"] if harness.host_release() in BACKPORT else [],
+        },
         "kimi, text tower kimi_k2": job(kimi_folder(folder / "k2", text_model_type="kimi_k2")),
-        "kimi, image_token_id only": job(
-            kimi_folder(folder / "id", media_placeholder_token_id=None, image_token_id=77)
+        "kimi, image_token_id only": {
+            **job(kimi_folder(folder / "id", remove="media_placeholder_token_id")),
+            "ask": ["image_placeholder"],
+        },
+        "kimi, placeholder null": job(
+            kimi_folder(folder / "null", media_placeholder_token_id=None, image_token_id=77)
         ),
         "text-only kimi": job(str(write_kimi_k2_target(folder / "text"))),
         "mistral": job(
@@ -198,14 +206,32 @@ def test_the_image_token(plugin: Outcome) -> None:
     kimi = plugin["results"]["kimi"]
     assert kimi["image_token_index"] == config["media_placeholder_token_id"]
     assert not kimi["own_image_token_index"]
+    # Where the key is missing, the config class puts a default, which the target then uses too.
+    missing = plugin["results"]["kimi, image_token_id only"]
+    assert missing["image_token_index"] == missing["image_placeholder"]
+    assert plugin["results"]["kimi, placeholder null"]["image_token_index"] == 77
 
 
 @scenario("configuration: the backport")
 def test_another_choice_of_aux_layers_is_another_compile_cache_key(plugin: Outcome) -> None:
-    plain, *keys = plugin["results"]["kimi, compile keys"]["compile_keys"]
+    plain, *keys = plugin["results"]["kimi, questions"]["compile_keys"]
     for first, other, again in (keys[:3], keys[3:]):
         assert first == again
         assert len({plain, first, other}) == 3
+
+
+@scenario("configuration: the backport")
+def test_which_layers_can_be_chosen(plugin: Outcome) -> None:
+    said = plugin["results"]["kimi, questions"]["layer_choices"]
+    assert said["(0, 4, 8) on 1"] == [0, 4, 8]
+    for layers, wrong in (("(2, 9)", "9"), ("(-1,)", "-1"), ("('2',)", "'2'")):
+        assert f"at layer {wrong} " in said[f"{layers} on 1"]
+        assert "has 8 layers, so ids go from 0 (the embedding) to 8" in said[f"{layers} on 1"]
+    assert "use --pipeline-parallel-size 1" in said["(2,) on 2"]
+    # By the old and by the new name of the method.
+    assert said["default"] == [[2, 4, 5], [2, 4, 5]]
+    assert said["nested"] == [[3, 5, 6], [3, 5, 6]]
+    assert said["outputs"] == [[2, 4, 5], [2, 4, 5]]
 
 
 @scenario("configuration: extract_hidden_states")
@@ -251,7 +277,7 @@ def test_another_targets_drafter_is_not_judged(plugin: Outcome, stock: Outcome) 
 
 @scenario("configuration")
 def test_nothing_touches_cuda(plugin: Outcome) -> None:
-    assert plugin["cuda_initialised"] is False
+    assert plugin["cuda_initialised"] == []
 
 
 @scenario("configuration: upstream")

@@ -61,11 +61,15 @@ def probe(
     return loaded
 
 
-@pytest.mark.parametrize("architecture", ["Eagle3DeepseekV2ForCausalLM"])
+@pytest.mark.parametrize(
+    "architecture", ["Eagle3DeepseekV2ForCausalLM", "Eagle3DeepseekV3ForCausalLM"]
+)
 def test_it_computes_what_the_reference_computes(
     tmp_path: Path, cache: Path, inputs: dict[str, torch.Tensor], architecture: str
 ) -> None:
-    got = probe(tmp_path, cache, harness.MLA_DRAFTER, inputs)
+    changed = {"architectures": [architecture]}
+    folder = copy_drafter(harness.MLA_DRAFTER, tmp_path / "drafter", changed)
+    got = probe(tmp_path, cache, folder, inputs)
     assert isinstance(got, dict), got
     assert got["class"][:2] == ["Eagle3DeepseekV2ForCausalLM", "Eagle3LlamaForCausalLM"]
     assert got["has_own"] == [True, True]
@@ -88,11 +92,7 @@ def test_a_tensor_without_a_place_stops_the_load(
 ) -> None:
     from safetensors.torch import load_file, save_file
 
-    drafter = copy_drafter(
-        harness.MLA_DRAFTER,
-        tmp_path / "drafter",
-        {"architectures": ["Eagle3DeepseekV3ForCausalLM"]},
-    )
+    drafter = copy_drafter(harness.MLA_DRAFTER, tmp_path / "drafter")
     (file,) = drafter.glob("*.safetensors")
     tensors = load_file(file)
     tensors["fc_norm.0.weight"] = torch.ones(8)

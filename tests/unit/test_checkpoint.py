@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_kimi_eagle3.checkpoint.drafter import drafter_problem
+from vllm_kimi_eagle3.checkpoint.drafter import drafter_problem, nested_aux_layers
 from vllm_kimi_eagle3.checkpoint.target import image_token_id, is_kimi_target, is_text_only_kimi
 
 
@@ -39,6 +39,7 @@ OTHERS = [
     text_config("deepseek_v3", vocab_size=129280, n_routed_experts=256),  # DeepSeek-V3
     text_config("deepseek_v3", vocab_size=163840, n_routed_experts=64),  # Moonlight
     text_config("deepseek_v32", vocab_size=163840, n_routed_experts=384),
+    config(model_type="kimi_k2", architectures=7),
     # An MLA drafter has a Kimi's model type, and is no target.
     config(model_type="kimi_k2", architectures=["Eagle3DeepseekV2ForCausalLM"]),
 ]
@@ -73,6 +74,14 @@ def test_the_image_token(keys: dict[str, Any], token: int | None) -> None:
     assert image_token_id(config(**keys)) == token
 
 
+NO_FOLDERS = [
+    "lightseekorg/kimi-k2.5-eagle3",
+    "my-drafter",
+    "s3://bucket/models/drafter",
+    "owner/repo/file.gguf",
+]
+
+
 def write_config(folder: Path, content: Any) -> str:
     folder.mkdir(exist_ok=True)
     text = content if isinstance(content, str) else json.dumps(content)
@@ -88,15 +97,18 @@ def write_config(folder: Path, content: Any) -> str:
         {"architectures": ["LlamaForCausalLM"], "draft_vocab_size": 32000},
         {"architectures": ["LlamaForCausalLM"], "eagle_config": {}},
         {"architectures": ["Eagle3Speculator"], "speculators_model_type": "eagle3"},
+        # vLLM names these drafters itself; what might be one is not refused.
+        {"architectures": ["LlamaForCausalLM"], "num_hidden_layers": 1},
+        {"architectures": ["PEagleDraftModel"]},
+        {"architectures": ["DeepseekV3ForCausalLM"], "num_hidden_layers": 2},
+        {},
     ],
 )
 def test_an_eagle3_drafter_has_no_problem(tmp_path: Path, content: Any) -> None:
     assert drafter_problem(write_config(tmp_path / "drafter", content)) is None
 
 
-@pytest.mark.parametrize(
-    "model", ["lightseekorg/kimi-k2.5-eagle3", "my-drafter", "s3://b/models/d"]
-)
+@pytest.mark.parametrize("model", NO_FOLDERS)
 def test_what_is_no_folder_is_not_judged(model: str) -> None:
     assert drafter_problem(model) is None
 
@@ -111,10 +123,11 @@ def test_a_missing_folder_is_named(model: str) -> None:
 @pytest.mark.parametrize(
     ("content", "says"),
     [
-        ({"architectures": ["LlamaForCausalLM"]}, "'LlamaForCausalLM'"),
+        ({"architectures": ["LlamaForCausalLM"], "num_hidden_layers": 32}, "32 decoder layers"),
+        ({"text_config": {"num_hidden_layers": 61}}, "61 decoder layers"),
         ({"architectures": ["EagleLlamaForCausalLM"]}, "not the config of an EAGLE-3 drafter"),
-        ({"architectures": ["MedusaModel"]}, "not the config of an EAGLE-3 drafter"),
-        ({}, "architectures None"),
+        ({"architectures": ["MedusaModel"]}, "its architecture is MedusaModel"),
+        ({"architectures": ["DeepSeekMTPModel"]}, "its architecture is DeepSeekMTPModel"),
         ([], "holds no JSON object"),
         ("{", "cannot be read as JSON"),
         ("[" * 100_000, "cannot be read as JSON"),
@@ -139,6 +152,40 @@ def test_an_empty_folder_and_a_file(tmp_path: Path) -> None:
 def test_any_bytes_are_one_line(tmp_path_factory, content: bytes) -> None:
     folder = tmp_path_factory.mktemp("drafter")
     (folder / "config.json").write_bytes(content)
-    problem = drafter_problem(str(folder))
-    assert problem is not None
-    assert "\n" not in problem
+    assert "\n" not in (drafter_problem(str(folder)) or "")
+
+
+@given(st.text() | st.text(min_size=5000, max_size=5000))
+def test_any_name_is_answered(name: str) -> None:
+    assert "\n" not in (drafter_problem("/" + name) or "")
+
+
+def drafter(ids: Any) -> SimpleNamespace:
+    return config(eagle_config={"eagle_aux_hidden_state_layer_ids": ids})
+
+
+@pytest.mark.parametrize(
+    ("ids", "captured"),
+    [
+        ([1, 29, 57], (2, 30, 58)),  # Outputs of these layers (SpecForge, ModelOpt, TorchSpec)
+        ([2, 30, 58], (2, 30, 58)),  # Inputs of these layers (vLLM)
+        ([2, 20, 58], (2, 20, 58)),
+        ([0, 61], (0, 61)),
+        ([1, 61], (1, 61)),  # No layer has number 61, so these are not outputs.
+        ([], None),
+        (None, None),
+        ("123", None),
+        ([True, 2], None),
+        ([1.0, 2], None),
+    ],
+)
+def test_the_layers_that_eagle_config_names(ids: Any, captured: tuple[int, ...] | None) -> None:
+    assert nested_aux_layers(drafter(ids), 61) == captured
+    # What was shifted once is not shifted again.
+    if captured and captured[0] != 1:
+        assert nested_aux_layers(drafter(list(captured)), 61) == captured
+
+
+@pytest.mark.parametrize("other", [None, config(), config(eagle_config=3)])
+def test_a_config_without_them(other: Any) -> None:
+    assert nested_aux_layers(other, 61) is None

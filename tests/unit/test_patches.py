@@ -174,9 +174,12 @@ def test_a_patch_stands_down_without_those_it_needs(
     statuses = apply(
         host(tmp_path, "0.17.1"), Settings(disabled=frozenset({"first"})), [patch, second]
     )
-    assert [s.state for s in statuses] == [State.DISABLED, State.STOOD_DOWN]
+    assert [s.state for s in statuses] == [State.DISABLED, State.DISABLED]
     assert "needs first, which is disabled" in statuses[1].reason
     assert upstream.value == "stock"
+    broken = replace(patch, verify=lambda: False)
+    statuses = apply(host(tmp_path, "0.17.1"), patches=[broken, second])
+    assert [s.state for s in statuses] == [State.FAILED, State.STOOD_DOWN]
     # Where upstream has closed the first gap, the second patch does not wait for it.
     elsewhere = replace(patch, since="0.15.1", before="0.16")
     statuses = apply(host(tmp_path, "0.17.1"), patches=[elsewhere, second])

@@ -36,7 +36,8 @@ def is_kimi_target(config: Any) -> bool:
 
 def is_text_only_kimi(config: Any) -> bool:
     """True if ``config`` is that of a text-only Kimi K2 (a DeepSeek-V3 architecture)."""
-    if TEXT_ARCHITECTURE not in (getattr(config, "architectures", None) or ()):
+    architectures = getattr(config, "architectures", None)
+    if not isinstance(architectures, (list, tuple)) or TEXT_ARCHITECTURE not in architectures:
         return False
     model_type = getattr(config, "model_type", None)
     return model_type == "kimi_k2" or (

@@ -36,6 +36,8 @@ from vllm.model_executor.models.deepseek_v2 import DeepseekV2MLAAttention, Deeps
 from vllm.model_executor.models.llama_eagle3 import Eagle3LlamaForCausalLM
 from vllm.model_executor.models.utils import get_draft_quant_config, maybe_prefix
 
+from vllm_kimi_eagle3.checkpoint.drafter import AUX_LAYERS_KEY, nested_aux_layers
+
 # The number of hidden states that a drafter combines where its config names no layers.
 _DEFAULT_AUX_COUNT = 3
 
@@ -158,7 +160,8 @@ class DeepseekV2Eagle3Model(nn.Module):
                 f"the drafter's config.json has num_hidden_layers {config.num_hidden_layers}; an "
                 "EAGLE-3 drafter with MLA attention has 1"
             )
-        ids = getattr(config, "eagle_aux_hidden_state_layer_ids", None)
+        target_layers = vllm_config.model_config.get_total_num_hidden_layers()
+        ids = getattr(config, AUX_LAYERS_KEY, None) or nested_aux_layers(config, target_layers)
         self.embed_tokens = VocabParallelEmbedding(
             config.vocab_size, config.hidden_size, prefix=maybe_prefix(prefix, "embed_tokens")
         )

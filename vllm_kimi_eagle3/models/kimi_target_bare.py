@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import nn
 from vllm.config import VllmConfig
 from vllm.model_executor.models import kimi_k25
@@ -26,8 +27,9 @@ class LanguageModelView:
         self.model = decoder
         self.lm_head = lm_head
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.model, name)
+    def embed_input_ids(self, input_ids: torch.Tensor) -> torch.Tensor:
+        """Embed token ids ``[num_tokens]`` to ``[num_tokens, hidden_size]``."""
+        return self.model.embed_input_ids(input_ids)
 
 
 class KimiK25ForConditionalGeneration(kimi_k25.KimiK25ForConditionalGeneration, Eagle3Target):

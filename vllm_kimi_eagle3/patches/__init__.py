@@ -123,9 +123,10 @@ def _apply_one(
         return Status(patch, State.STOOD_DOWN, decision.reason)
     for needed in patch.needs:
         if needed in earlier and not earlier[needed].satisfied:
-            return Status(
-                patch, State.STOOD_DOWN, f"needs {needed}, which is {earlier[needed].state.value}"
-            )
+            # What follows from the user's own switch is no problem of this vLLM.
+            state = earlier[needed].state
+            consequence = State.DISABLED if state is State.DISABLED else State.STOOD_DOWN
+            return Status(patch, consequence, f"needs {needed}, which is {state.value}")
     try:
         if patch.id not in _undo:
             _undo[patch.id] = patch.install()

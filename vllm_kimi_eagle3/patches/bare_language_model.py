@@ -9,11 +9,11 @@ from vllm_kimi_eagle3.checkpoint.target import MULTIMODAL_ARCHITECTURE
 from vllm_kimi_eagle3.contract import Sources, Symbol
 
 from .base import Patch, Undo
-from .target_interface import ROUTES
+from .target_interface import ROUTES, Route
 
 _TARGET = f"vllm.model_executor.models.kimi_k25:{MULTIMODAL_ARCHITECTURE}.get_language_model"
 _INIT = f"vllm.model_executor.models.kimi_k25:{MULTIMODAL_ARCHITECTURE}.__init__"
-_ROUTE = f"vllm_kimi_eagle3.models.kimi_target_bare:{MULTIMODAL_ARCHITECTURE}"
+_ROUTE = Route(f"vllm_kimi_eagle3.models.kimi_target_bare:{MULTIMODAL_ARCHITECTURE}")
 
 
 def _open_in(sources: Sources) -> bool:

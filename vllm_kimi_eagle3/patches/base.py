@@ -42,6 +42,8 @@ class Patch:
         install: makes the change and returns what takes it back.
         verify: True if the change is in place, read back from vLLM.
         needs: ids of patches without which this one would only move the failure to later.
+        convenience: True if Kimi with EAGLE-3 runs as well without it; standing down is then
+            not worth a warning.
     """
 
     id: str
@@ -57,6 +59,7 @@ class Patch:
     install: Callable[[], Undo]
     verify: Callable[[], bool]
     needs: tuple[str, ...] = ()
+    convenience: bool = False
 
     @property
     def releases(self) -> tuple[str, ...]:

@@ -70,4 +70,5 @@ PATCH = Patch(
     open_in=_open_in,
     install=_install,
     verify=_verify,
+    convenience=True,
 )

@@ -64,8 +64,9 @@ PATCH = Patch(
     target=_TARGET,
     since="0.15.1",
     before="0.18",
-    does="gives KimiK25Config that attribute: media_placeholder_token_id, else image_token_id, "
-    "else image_token_index.",
+    does="gives KimiK25Config that attribute: media_placeholder_token_id (which the class sets to "
+    "163605 where config.json does not have the key), else image_token_id, else "
+    "image_token_index.",
     upstream=(
         "https://github.com/vllm-project/vllm/pull/35966",
         "https://github.com/vllm-project/vllm/pull/36361",

@@ -66,7 +66,6 @@ PATCH = Patch(
         Symbol(f"{_DEEPSEEK}:DeepseekV2MLP.__init__"),
         Symbol("vllm.model_executor.layers.mla:MultiHeadLatentAttentionWrapper.__init__"),
         Symbol("vllm.model_executor.layers.mla:MultiHeadLatentAttentionWrapper.forward", "body"),
-        Symbol(f"{_LLAMA}:LlamaModel.load_weights"),
         Symbol(f"{_LLAMA}:Eagle3LlamaForCausalLM.__init__", "body"),
         Symbol(f"{_LLAMA}:Eagle3LlamaForCausalLM.load_weights", "body"),
         Symbol(f"{_LLAMA}:Eagle3LlamaForCausalLM.combine_hidden_states", "body"),

@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import functools
 import importlib
-from typing import Any
+import sys
+from typing import Any, NamedTuple
 
 from vllm_kimi_eagle3.checkpoint.target import (
     MULTIMODAL_ARCHITECTURE,
@@ -20,11 +21,26 @@ _TARGET = "vllm.model_executor.models.registry:_ModelRegistry.resolve_model_cls"
 _DEEPSEEK = "vllm.model_executor.models.deepseek_v2"
 _KIMI = f"vllm.model_executor.models.kimi_k25:{MULTIMODAL_ARCHITECTURE}"
 
-# Which class of ours serves a Kimi target of an architecture, by name so that nothing is imported
-# before a Kimi is served. The entry of the multimodal architecture is another one on 0.15.
+
+class Route(NamedTuple):
+    """Which class of ours serves a Kimi target of an architecture.
+
+    Attributes:
+        target: ``"module:Class"``, by name so that nothing is imported before a Kimi is served.
+        builds_on: what the stock class's module must have for it; "" if nothing in particular.
+    """
+
+    target: str
+    builds_on: str = ""
+
+
+# On 0.15 the entry of the multimodal architecture is another one: see bare_language_model.
 ROUTES = {
-    MULTIMODAL_ARCHITECTURE: f"vllm_kimi_eagle3.models.kimi_targets:{MULTIMODAL_ARCHITECTURE}",
-    TEXT_ARCHITECTURE: f"vllm_kimi_eagle3.models.kimi_targets:{TEXT_ARCHITECTURE}",
+    MULTIMODAL_ARCHITECTURE: Route(
+        f"vllm_kimi_eagle3.models.kimi_targets:{MULTIMODAL_ARCHITECTURE}",
+        builds_on="init_vllm_registered_model",
+    ),
+    TEXT_ARCHITECTURE: Route(f"vllm_kimi_eagle3.models.kimi_targets:{TEXT_ARCHITECTURE}"),
 }
 
 
@@ -40,11 +56,13 @@ def kimi_class(stock: type, architecture: str, config: Any) -> type:
     if route is None or not is_kimi_target(config):
         return stock
     if not stock.__module__.startswith("vllm.model_executor.models."):
-        return stock  # The user's own class, or the Transformers back-end.
+        return stock  # The user's own class, registered under the same name.
+    if route.builds_on and not hasattr(sys.modules[stock.__module__], route.builds_on):
+        return stock
     from vllm_kimi_eagle3.plugin import announce
 
     announce()
-    module, _, name = route.partition(":")
+    module, _, name = route.target.partition(":")
     ours = getattr(importlib.import_module(module), name)
     assert isinstance(ours, type)
     return ours

@@ -142,6 +142,6 @@ PATCH = Patch(
     open_in=_open_in,
     install=_install,
     verify=_verify,
-    # Opening the list without these two would only move the failure behind a long load.
-    needs=("image-token", "target-interface"),
+    # Opening the list without these would only move the failure behind a long load.
+    needs=("image-token", "target-interface", "bare-language-model"),
 )
