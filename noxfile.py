@@ -154,8 +154,8 @@ def unit(session: nox.Session) -> None:
 def hosts(session: nox.Session, release: str) -> None:
     """End to end in a real vLLM CPU build (arguments go to pytest)."""
     python = host_python(session, release)
-    # Starting an engine keeps one core busy, so two lines of tests at a time (see conftest.py).
-    command = [python, "-m", "pytest", "--numprocesses=2", "--dist=loadgroup"]
+    # Starting an engine keeps one core busy: two test files at a time.
+    command = [python, "-m", "pytest", "--numprocesses=2", "--dist=loadfile"]
     run_to_the_end(session, *command, *pytest_arguments(session, "tests/hosts"))
 
 

@@ -15,21 +15,9 @@ from tests.assets import variants
 from . import harness, images, matrix
 from .harness import Run
 
-# With pytest-xdist and --dist=loadgroup these files, which share engines, go to one process and the
-# others to a second one.
-ONE_LINE = ("test_parity.py", "test_serve.py", "test_stand_aside.py")
-
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "scenario(name): a row of tests/hosts/matrix.py")
-    config.addinivalue_line("markers", "xdist_group(name): see ONE_LINE")
-
-
-@pytest.hookimpl(tryfirst=True)  # Before xdist, which reads the groups.
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    for item in items:
-        line = "the pair" if item.path.name in ONE_LINE else "the rest"
-        item.add_marker(pytest.mark.xdist_group(line))
 
 
 def pytest_report_header() -> str:
@@ -62,10 +50,16 @@ def prompts() -> list[list[int]]:
 
 
 @pytest.fixture(scope="session")
-def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """vLLM's and the compilers' caches: of this session only, so that nothing is stale."""
+def session_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One folder for this session, whichever of pytest-xdist's processes asks."""
     base = tmp_path_factory.getbasetemp()
-    return (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "cache"
+    return base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+
+
+@pytest.fixture(scope="session")
+def cache(session_folder: Path) -> Path:
+    """vLLM's and the compilers' caches: of this session only, so that nothing is stale."""
+    return session_folder / "cache"
 
 
 RunJobs = Callable[..., Run]
@@ -73,12 +67,11 @@ Offline = Callable[..., Run]
 
 
 @pytest.fixture(scope="session")
-def run_jobs(tmp_path_factory: pytest.TempPathFactory, cache: Path) -> RunJobs:
+def run_jobs(session_folder: Path, cache: Path) -> RunJobs:
     """Runs jobs of `offline.py` in one process, once per name: later calls share the run.
 
     `run_jobs(name, jobs, mla=False, env={...})`.
     """
-    runs: dict[str, tuple[object, Run]] = {}
 
     def run(
         name: str,
@@ -87,16 +80,11 @@ def run_jobs(tmp_path_factory: pytest.TempPathFactory, cache: Path) -> RunJobs:
         mla: bool = False,
         env: dict[str, str] | None = None,
     ) -> Run:
-        asked = (jobs, mla, env)
-        if name not in runs:
-            folder = tmp_path_factory.mktemp(name.replace(" ", "-"))
-            ranks = max(job["engine"].get("tensor_parallel_size", 1) for job in jobs)
-            environment = harness.environment(
-                cache, mla=mla, tensor_parallel_size=ranks, **(env or {})
-            )
-            runs[name] = (asked, harness.run_offline(jobs, environment, folder))
-        assert runs[name][0] == asked, f"another run is called {name!r}"
-        return runs[name][1]
+        ranks = max(job["engine"].get("tensor_parallel_size", 1) for job in jobs)
+        environment = harness.environment(cache, mla=mla, tensor_parallel_size=ranks, **(env or {}))
+        return harness.shared_run(
+            jobs, environment, session_folder / "runs", name.replace(" ", "-")
+        )
 
     return run
 

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import os
 import signal
@@ -131,9 +132,9 @@ class Run:
 
     results: list[dict[str, Any]]
     log: str
+    imports: dict[str, list[str]]
     returncode: int
     seconds: float
-    imports: dict[str, list[str]]
 
     @cached_property
     def result(self) -> dict[str, Any]:
@@ -197,14 +198,35 @@ def run_offline(
             returncode = -signal.SIGKILL
         finally:
             kill_session(process)
-    results = json.loads(results_path.read_text()) if results_path.exists() else []
+    end = {"returncode": returncode, "seconds": round(time.monotonic() - started, 1)}
+    (folder / "end.json").write_text(json.dumps(end))
+    return read_run(folder)
+
+
+def read_run(folder: Path) -> Run:
+    """The run that `run_offline` left in a folder."""
+    results = folder / "results.json"
     return Run(
-        results=results,
+        results=json.loads(results.read_text()) if results.exists() else [],
         log=(folder / "log.txt").read_text(errors="replace"),
-        returncode=returncode,
-        seconds=time.monotonic() - started,
-        imports=read_imports(imports),
+        imports=read_imports(folder / "imports"),
+        **json.loads((folder / "end.json").read_text()),
     )
+
+
+def shared_run(
+    jobs: Sequence[Mapping[str, Any]], env: Mapping[str, str], folder: Path, name: str
+) -> Run:
+    """The run called `name` in `folder`: made by whichever test process asks first."""
+    folder.mkdir(parents=True, exist_ok=True)
+    asked = json.dumps([list(jobs), dict(env)], sort_keys=True)
+    with (folder / f"{name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not (folder / name / "end.json").exists():
+            run_offline(jobs, env, folder / name)
+            (folder / name / "asked.json").write_text(asked)
+    assert (folder / name / "asked.json").read_text() == asked, f"another run is called {name!r}"
+    return read_run(folder / name)
 
 
 def kill_session(process: subprocess.Popen[Any]) -> None:
