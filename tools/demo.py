@@ -12,6 +12,7 @@ shim that old CPU builds need (`nox -s demo` makes one).
 from __future__ import annotations
 
 import argparse
+import re
 import shlex
 import signal
 import subprocess
@@ -55,6 +56,8 @@ def main() -> int:
 def compare(prompt: dict[str, Any], max_tokens: int, folder: Path) -> bool:
     """Both servers, one after the other; True if speculation left the text as it is and helped."""
     say(f"vLLM {harness.host_release()} on the CPU; a tiny Kimi-K2.5 and an EAGLE-3 drafter for it")
+    if not harness.at_least(0, 22):
+        print("   Its CPU build cannot speculate; a test-only shim lets it (tests/hosts/shim).")
     show_status(folder)
 
     say("1. With speculation")
@@ -62,9 +65,7 @@ def compare(prompt: dict[str, Any], max_tokens: int, folder: Path) -> bool:
     with start(arguments, folder / "with.log", folder) as server:
         drafted, seconds = ask(server, prompt, max_tokens)
         counters = server.spec_decode()
-        lines = [line for line in server.log().splitlines() if "vllm-kimi-eagle3 " in line]
-    for line in lines:
-        print(f"   log: {line[line.index('vllm-kimi-eagle3 ') :]}")
+        show_plugin_lines(server.log())
     print(f"   asked:    ...{prompt['text'][-70:]!r}")
     print(f"   answered: {drafted!r}  ({seconds:.1f} s)")
     show_acceptance(counters)
@@ -108,6 +109,15 @@ def ask(server: Server, prompt: dict[str, Any], max_tokens: int) -> tuple[str, f
     before = time.monotonic()
     answer = server.post("/v1/completions", body)
     return str(answer["choices"][0]["text"]), time.monotonic() - before
+
+
+def show_plugin_lines(log: str) -> None:
+    """The plugin's line in the server's log, once for each process that prints it."""
+    for line in log.splitlines():
+        if "vllm-kimi-eagle3 " in line:
+            process = re.search(r"\((\w+) pid=", line)
+            what = line[line.index("vllm-kimi-eagle3 ") :]
+            print(f"   log of {process[1] if process else 'the server'}: {what}")
 
 
 def show_acceptance(counters: dict[str, Any]) -> None:
