@@ -3,9 +3,10 @@
 
     python -m pytest tests/gpu        # beside a stock CUDA vLLM 0.15 to 0.17, with the plugin
 
-Not part of CI, which has no GPU. In bfloat16 the reference's float32 argmax can tip over where two
-logits are close, so what must be equal here is speculation on and off in the same engine, and the
-counts lie within a few drafts of the reference's. The tiny target's head sizes are none that
+Not part of CI, which has no GPU. In bfloat16 an argmax can tip over where two logits are close, and
+does so from run to run, as the batches' sizes differ. So outputs may part where the float32
+reference has a near tie between just these two tokens, and nowhere else, and the counts lie within a
+few drafts of the reference's. The tiny target's head sizes are none that
 TRITON_MLA's prefill takes on Hopper, so the back-end is the one that vLLM chooses.
 """
 
@@ -27,6 +28,8 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a G
 
 # Of the reference's drafts; a shifted aux layer makes a difference several times as large.
 TOLERANCE = 0.03
+# In logits. The smallest difference between the two best along the reference's outputs is 0.12.
+NEAR_TIE = 0.5
 
 
 @pytest.fixture(scope="session")
@@ -70,6 +73,20 @@ def without(tmp_path_factory: pytest.TempPathFactory, cache: Path) -> Run:
     return engine(tmp_path_factory.mktemp("without"), cache)
 
 
+def assert_same_or_tied(tokens: list[list[int]], others: list[list[int]]) -> None:
+    """Two runs' outputs are equal, or part at a near tie of the reference."""
+    from tests.reference.target import load_target
+
+    for prompt, ours, theirs in zip(load_prompts(), tokens, others, strict=True):
+        if ours == theirs:
+            continue
+        at = next(i for i, pair in enumerate(zip(ours, theirs, strict=True)) if pair[0] != pair[1])
+        known = torch.tensor(prompt["token_ids"] + ours[:at])
+        best = load_target(TARGET)(known).logits[-1].topk(2)
+        assert {ours[at], theirs[at]} == set(best.indices.tolist()), (at, ours, theirs)
+        assert best.values[0] - best.values[1] < NEAR_TIE
+
+
 def assert_counts(run: Run, drafter: Path, aux_layer_ids: tuple[int, ...] = (2, 4, 5)) -> None:
     wanted = expected_run(drafter.name, 3, aux_layer_ids)["num_drafts"]
     assert abs(run.counts["num_drafts"] - wanted) <= TOLERANCE * wanted, (run.counts, wanted)
@@ -87,11 +104,11 @@ def test_speculation_is_lossless_and_accepted(
 ) -> None:
     run = engine(tmp_path, cache, drafter)
     print(drafter.name, run.counts, "equal to the reference:", reference_share(run))
-    assert run.tokens == without.tokens
+    assert_same_or_tied(run.tokens, without.tokens)
     assert_counts(run, drafter)
     # A second start loads what the first one compiled.
     warm = engine(tmp_path / "warm", cache, drafter)
-    assert warm.tokens == run.tokens
+    assert_same_or_tied(warm.tokens, run.tokens)
     assert_counts(warm, drafter)
     assert "Directly load" in warm.log
 
@@ -105,7 +122,7 @@ def test_another_choice_of_layers_is_not_served_from_the_cache(
         changed = {"eagle_aux_hidden_state_layer_ids": list(layers)}
         drafter = copy_drafter(LLAMA_DRAFTER, tmp_path / name / "drafter", changed)
         run = engine(tmp_path / name, cache, drafter)
-        assert run.tokens == without.tokens
+        assert_same_or_tied(run.tokens, without.tokens)
         assert_counts(run, LLAMA_DRAFTER, layers)
         counts.append(run.counts)
     assert counts[0] != counts[1]
@@ -116,7 +133,7 @@ def test_embedding_and_last_output(tmp_path: Path, cache: Path, without: Run) ->
     changed = {"eagle_aux_hidden_state_layer_ids": list(layers)}
     drafter = copy_drafter(LLAMA_DRAFTER, tmp_path / "drafter", changed)
     run = engine(tmp_path, cache, drafter)
-    assert run.tokens == without.tokens
+    assert_same_or_tied(run.tokens, without.tokens)
     assert_counts(run, LLAMA_DRAFTER, layers)
 
 
