@@ -22,6 +22,8 @@ from vllm_kimi_eagle3.patches.base import Patch  # noqa: E402
 
 # The hosts that `nox -s hosts` installs and runs the tiny pair on, end to end.
 END_TO_END = ("0.15.1", "0.16.0", "0.17.1", "0.20.2", "0.26.0", "0.32.0")
+# The hosts that tests/gpu ran on; the rows are in benchmarks/results/backport_gpu.jsonl.
+ON_GPU = {"0.17.1": "H200"}
 
 GENERATED = "<!-- Written by tools/docs.py from the code. Do not edit. -->\n"
 
@@ -73,7 +75,9 @@ def matrix_page() -> str:
         "# Support matrix",
         "What a supported release gets. The contract of every patch is checked against the "
         "sources of each release. *End to end* means that a real CPU wheel of that release serves "
-        "the tiny pair in the tests, with the reference's tokens and acceptance counts.",
+        "the tiny pair in the tests, with the reference's tokens and acceptance counts: with the Llama "
+        "drafter everywhere, with the MLA drafter where CPU builds have MLA (0.28 on). `tests/gpu` "
+        "runs both drafters in bfloat16, with torch.compile and CUDA graphs, and takes training data.",
         "\n".join(table),
         "Other releases and development versions are decided by their source: a patch is applied "
         "if the gap is there and every symbol it relies on is as one of the releases above has "
@@ -90,7 +94,8 @@ def row(release: str) -> list[str]:
         "V2" if Version(release) >= V2_RUNNER_SINCE else "V1",
         "this plugin" if "whitelist" in applied else "vLLM",
         ", ".join(applied) or "none",
-        "end to end" if release in END_TO_END else "contract",
+        ("end to end" if release in END_TO_END else "contract")
+        + (f"; tests/gpu on {ON_GPU[release]}" if release in ON_GPU else ""),
     ]
 
 

@@ -5,9 +5,9 @@
 
 Not part of CI, which has no GPU. In bfloat16 an argmax can tip over where two logits are close, and
 does so from run to run, as the batches' sizes differ. So outputs may part where the float32
-reference has a near tie between just these two tokens, and nowhere else, and the counts lie within a
-few drafts of the reference's. The tiny target's head sizes are none that
-TRITON_MLA's prefill takes on Hopper, so the back-end is the one that vLLM chooses.
+reference has a near tie between just these two tokens, and nowhere else, and the counts lie within
+a few drafts of the reference's. The tiny target's head sizes are none that TRITON_MLA's prefill
+takes on Hopper, so the back-end is the one that vLLM chooses.
 """
 
 from __future__ import annotations

@@ -119,7 +119,7 @@ SCENARIOS = {
     ),
     "log line": Scenario(
         "the API process and the engine core each say once what the plugin did",
-        {NATIVE: "the plugin does nothing there, and says nothing"},
+        {NATIVE: "only the API process, which checks the drafter's folder, has something to say"},
     ),
     "other model": Scenario(
         "a tiny Llama pair is untouched: tokens, counters, classes, compile-cache keys, log"

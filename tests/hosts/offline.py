@@ -134,6 +134,14 @@ def probe_worker(worker: Any) -> dict[str, Any]:
     def describe(model: Any) -> list[str]:
         return [f"{cls.__module__}.{cls.__qualname__}" for cls in type(model).__mro__]
 
+    def decoder_config_hash(model: Any) -> str | None:
+        """The hash that the decoder's compiled graph is cached by; None if it has none."""
+        for module in model.modules():
+            config = getattr(module, "vllm_config", None)
+            if type(module).__name__ in ("DeepseekV2Model", "LlamaModel") and config is not None:
+                return config.compute_hash()
+        return None
+
     runner = worker.model_runner
     drafter = getattr(runner, "drafter", None) or getattr(runner, "speculator", None)
     registered = {
@@ -146,6 +154,7 @@ def probe_worker(worker: Any) -> dict[str, Any]:
         "runner": describe(runner),
         "registered": registered,
         "config_hash": worker.vllm_config.compute_hash(),
+        "decoder_config_hash": decoder_config_hash(runner.model),
         "compile_factors": {k: repr(v) for k, v in envs.compile_factors().items()},
         "plugin_modules": sorted(m for m in sys.modules if m.startswith("vllm_kimi_eagle3")),
     }

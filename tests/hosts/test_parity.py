@@ -17,7 +17,7 @@ from tests.assets import variants
 from . import harness
 from .conftest import IMAGE_CHAT, TEXT_CHAT, Offline, expected_counts
 from .harness import LLAMA_DRAFTER, MLA_DRAFTER, Run
-from .matrix import scenario
+from .matrix import BACKPORT, scenario
 
 
 def assert_parity(run: Run, expected: dict[str, Any], counts: dict[str, Any]) -> None:
@@ -65,16 +65,32 @@ def test_mla_drafter(offline: Offline, expected: dict[str, Any]) -> None:
 @scenario("shifted aux layers")
 @pytest.mark.parametrize("shifted", [(3, 5, 6)], ids=str)
 def test_parity_fails_with_shifted_aux_layers(
-    offline: Offline, expected: dict[str, Any], tmp_path: Path, shifted: tuple[int, ...]
+    host: str,
+    offline: Offline,
+    with_llama: Run,
+    expected: dict[str, Any],
+    tmp_path: Path,
+    shifted: tuple[int, ...],
 ) -> None:
-    """The test of the test: one layer off gives the same output, and the counters show it."""
+    """The test of the test: one layer off gives the same output, and the counters show it.
+
+    On 0.15 to 0.17 the layers stand in `eagle_config` only, where the plugin reads them.
+    """
+    layers = {"eagle_aux_hidden_state_layer_ids": list(shifted)}
+    nested = {"eagle_config": {"use_aux_hidden_state": True, **layers}}
     drafter = variants.copy_drafter(
-        LLAMA_DRAFTER, tmp_path / "shifted", {"eagle_aux_hidden_state_layer_ids": list(shifted)}
+        LLAMA_DRAFTER,
+        tmp_path / "shifted",
+        nested if host in BACKPORT else layers,
+        remove=layers if host in BACKPORT else (),
     )
-    run = offline("shifted", drafter=drafter)
+    run = offline("shifted", drafter=drafter, probe=True)
     with pytest.raises(AssertionError):
         assert_parity(run, expected, expected_counts(LLAMA_DRAFTER))
     assert_parity(run, expected, expected_counts(LLAMA_DRAFTER, aux_layer_ids=shifted))
+    # The layers are constants in the compiled graph, so its cache has another key.
+    keys = [r.worker["decoder_config_hash"] for r in (with_llama, run)]
+    assert host not in BACKPORT or keys[0] != keys[1]
 
 
 @scenario("any aux layer")
