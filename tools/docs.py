@@ -75,9 +75,10 @@ def matrix_page() -> str:
         "# Support matrix",
         "What a supported release gets. The contract of every patch is checked against the "
         "sources of each release. *End to end* means that a real CPU wheel of that release serves "
-        "the tiny pair in the tests, with the reference's tokens and acceptance counts: with the Llama "
-        "drafter everywhere, with the MLA drafter where CPU builds have MLA (0.28 on). `tests/gpu` "
-        "runs both drafters in bfloat16, with torch.compile and CUDA graphs, and takes training data.",
+        "the tiny pair in the tests, with the reference's tokens and acceptance counts: with the "
+        "Llama drafter everywhere, with the MLA drafter where CPU builds have MLA (0.28 on). "
+        "`tests/gpu` runs both drafters in bfloat16, with torch.compile and CUDA graphs, and takes "
+        "training data.",
         "\n".join(table),
         "Other releases and development versions are decided by their source: a patch is applied "
         "if the gap is there and every symbol it relies on is as one of the releases above has "
