@@ -93,6 +93,13 @@ SCENARIOS = {
         "one layer off is noticed: the test of the parity test",
         {("0.16.0", "0.26.0"): "the same code path as on 0.17.1 and 0.20.2"},
     ),
+    "shared head": Scenario(
+        "a drafter without a head of its own has the target's",
+        {
+            ("0.16.0", "0.17.1", *NATIVE): "from 0.16 on upstream's own code finds it; on 0.15 the "
+            "plugin shows it where to look"
+        },
+    ),
     "any aux layer": Scenario(
         "the embedding and the last layer's output as aux layers",
         {

@@ -142,6 +142,15 @@ def probe_worker(worker: Any) -> dict[str, Any]:
                 return config.compute_hash()
         return None
 
+    def shares(drafter: Any, target: Any) -> dict[str, bool]:
+        """Which of its layers the drafter has in common with the target."""
+        of_target = {id(module) for module in target.modules()}
+        layers = {
+            "embed_tokens": getattr(drafter.model, "embed_tokens", None),
+            "lm_head": getattr(drafter, "lm_head", None),
+        }
+        return {name: id(layer) in of_target for name, layer in layers.items()}
+
     runner = worker.model_runner
     drafter = getattr(runner, "drafter", None) or getattr(runner, "speculator", None)
     registered = {
@@ -151,6 +160,7 @@ def probe_worker(worker: Any) -> dict[str, Any]:
     return {
         "target": describe(runner.model),
         "drafter": describe(drafter.model) if drafter is not None else None,
+        "shared": shares(drafter.model, runner.model) if drafter is not None else None,
         "runner": describe(runner),
         "registered": registered,
         "config_hash": worker.vllm_config.compute_hash(),

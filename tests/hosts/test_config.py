@@ -14,12 +14,13 @@ from typing import Any
 
 import pytest
 
-from tests.assets.variants import write_kimi_k2_target
+from tests.assets.variants import copy_drafter, write_kimi_k2_target
 
 from . import harness
 from .matrix import BACKPORT, scenario
 
 PROBE = Path(__file__).with_name("config_probe.py")
+TIMEOUT = 900.0  # A dozen configurations, each with a model class to be inspected.
 SMALL = {
     "vocab_size": 128,
     "hidden_size": 64,
@@ -100,6 +101,17 @@ def jobs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
         "llama": job(
             target_folder(folder / "llama", architectures=["LlamaForCausalLM"], model_type="llama")
         ),
+        "mla drafter": job(kimi, model=str(harness.MLA_DRAFTER)),
+        # With a model type that Transformers knows, so that the class is what is missing.
+        "mla drafter, readable": {
+            **job(
+                kimi,
+                model=str(
+                    copy_drafter(harness.MLA_DRAFTER, folder / "mla", {"model_type": "deepseek_v2"})
+                ),
+            ),
+            "only_stock": True,
+        },
         "missing folder": job(kimi, model="/models/no-such-drafter"),
         "empty folder": job(kimi, model=str(empty)),
         "no drafter": job(kimi, model=kimi),
@@ -129,6 +141,8 @@ def jobs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
             **jobs["extract"],
             "target": jobs["deepseek"]["target"],
         }
+    if harness.host_release() not in BACKPORT:
+        del jobs["mla drafter, readable"]
     jobs["registered again"] = {**job(kimi), "first": "register"}
     jobs["reverted"] = {**job(kimi), "first": "revert"}
     return jobs
@@ -147,7 +161,7 @@ def run(jobs: dict[str, dict[str, Any]], folder: Path, cache: Path, **env: str) 
         cwd=folder,
         capture_output=True,
         text=True,
-        timeout=harness.START_TIMEOUT,
+        timeout=TIMEOUT,
         check=False,
     )
     assert result.returncode == 0, result.stdout + result.stderr
@@ -160,7 +174,8 @@ def run(jobs: dict[str, dict[str, Any]], folder: Path, cache: Path, **env: str) 
 def plugin(jobs: dict[str, Any], tmp_path_factory: pytest.TempPathFactory, cache: Path) -> Outcome:
     """The attempts with the plugin."""
     env = {"VLLM_PLUGINS": harness.PLUGIN, "VLLM_KIMI_EAGLE3_STRICT": "1"}
-    return run(jobs, tmp_path_factory.mktemp("plugin"), cache, **env)
+    with_plugin = {name: job for name, job in jobs.items() if "only_stock" not in job}
+    return run(with_plugin, tmp_path_factory.mktemp("plugin"), cache, **env)
 
 
 @pytest.fixture(scope="module")
@@ -232,6 +247,15 @@ def test_which_layers_can_be_chosen(plugin: Outcome) -> None:
     assert said["default"] == [[2, 4, 5], [2, 4, 5]]
     assert said["nested"] == [[3, 5, 6], [3, 5, 6]]
     assert said["outputs"] == [[2, 4, 5], [2, 4, 5]]
+
+
+@scenario("configuration: the backport")
+def test_an_mla_drafter_is_read_and_has_a_class(plugin: Outcome, stock: Outcome) -> None:
+    # Two refusals in a row: the config's model type, then the class.
+    unread = stock["results"]["mla drafter"]["message"]
+    assert "model type `kimi_k2` but Transformers does not recognize" in unread
+    assert "are not supported" in stock["results"]["mla drafter, readable"]["message"]
+    assert plugin["results"]["mla drafter"]["method"] == "eagle3"
 
 
 @scenario("configuration: extract_hidden_states")

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from tests.assets import variants
 
@@ -110,6 +111,23 @@ def test_embedding_and_last_output_as_aux_layers(
 def test_compiled(offline: Offline, expected: dict[str, Any]) -> None:
     run = offline("compiled", drafter=LLAMA_DRAFTER, enforce_eager=False)
     assert_parity(run, expected, expected_counts(LLAMA_DRAFTER))
+
+
+@scenario("shared head")
+def test_embedding_and_head_are_the_targets(
+    offline: Offline, with_llama: Run, expected: dict[str, Any], tmp_path: Path
+) -> None:
+    """A drafter without a head of its own drafts with the target's, and has its embedding too."""
+    assert with_llama.worker["shared"] == {"embed_tokens": True, "lm_head": False}
+    drafter = variants.copy_drafter(
+        LLAMA_DRAFTER, tmp_path / "headless", remove=["draft_vocab_size"]
+    )
+    (file,) = drafter.glob("*.safetensors")
+    own = {"lm_head.weight", "d2t", "t2d"}
+    save_file({k: v for k, v in load_file(file).items() if k not in own}, file)
+    run = offline("headless", drafter=drafter, probe=True)
+    assert run.tokens == expected["output_token_ids"]
+    assert run.worker["shared"] == {"embed_tokens": True, "lm_head": True}
 
 
 @scenario("text-only K2")
