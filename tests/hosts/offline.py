@@ -146,7 +146,7 @@ def probe_worker(worker: Any) -> dict[str, Any]:
         """Which of its layers the drafter has in common with the target."""
         of_target = {id(module) for module in target.modules()}
         layers = {
-            "embed_tokens": getattr(drafter.model, "embed_tokens", None),
+            "embed_tokens": getattr(getattr(drafter, "model", None), "embed_tokens", None),
             "lm_head": getattr(drafter, "lm_head", None),
         }
         return {name: id(layer) in of_target for name, layer in layers.items()}

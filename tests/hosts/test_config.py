@@ -86,7 +86,7 @@ def jobs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
         "kimi, text tower kimi_k2": job(kimi_folder(folder / "k2", text_model_type="kimi_k2")),
         "kimi, image_token_id only": {
             **job(kimi_folder(folder / "id", remove="media_placeholder_token_id")),
-            "ask": ["image_placeholder"],
+            "ask": ["image_placeholder"] if harness.host_release() in BACKPORT else [],
         },
         "kimi, placeholder null": job(
             kimi_folder(folder / "null", media_placeholder_token_id=None, image_token_id=77)
