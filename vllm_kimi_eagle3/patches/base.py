@@ -8,6 +8,7 @@ is a hint, the upstream source is what counts.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
@@ -136,6 +137,21 @@ def set_attribute(owner: Any, name: str, value: object) -> Undo:
             setattr(owner, name, original)
 
     return undo
+
+
+def wrap_method(owner: Any, name: str, wrapper: Any, patch_id: str) -> Undo:
+    """Put ``wrapper`` in the place of the method ``owner.name``, so that :func:`wrapped_by` knows.
+
+    ``wrapper`` takes the method's name and documentation. Returns what puts the method back.
+    """
+    functools.update_wrapper(wrapper, vars(owner)[name])
+    wrapper.__vllm_kimi_eagle3__ = patch_id
+    return set_attribute(owner, name, wrapper)
+
+
+def wrapped_by(patch_id: str, method: Any) -> bool:
+    """True if ``method`` is the wrapper that the patch put there."""
+    return getattr(method, "__vllm_kimi_eagle3__", None) == patch_id
 
 
 def _mismatch(symbol: Symbol, patch: Patch, sources: Sources) -> str | None:

@@ -3,14 +3,13 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 from vllm_kimi_eagle3.checkpoint.drafter import drafter_problem
 from vllm_kimi_eagle3.checkpoint.target import is_kimi_target
 from vllm_kimi_eagle3.contract import Sources, Symbol
 
-from .base import Patch, Undo, set_attribute
+from .base import Patch, Undo, wrap_method, wrapped_by
 
 _TARGET = "vllm.config.speculative:SpeculativeConfig.__post_init__"
 
@@ -39,20 +38,17 @@ def _install() -> Undo:
 
     stock = SpeculativeConfig.__post_init__
 
-    @functools.wraps(stock)
     def checked_post_init(self: Any) -> None:
         _check(self)
         stock(self)
 
-    checked_post_init.__vllm_kimi_eagle3__ = "drafter-folder"  # type: ignore[attr-defined]
-    return set_attribute(SpeculativeConfig, "__post_init__", checked_post_init)
+    return wrap_method(SpeculativeConfig, "__post_init__", checked_post_init, "drafter-folder")
 
 
 def _verify() -> bool:
     from vllm.config.speculative import SpeculativeConfig
 
-    marker = getattr(SpeculativeConfig.__post_init__, "__vllm_kimi_eagle3__", None)
-    return bool(marker == "drafter-folder")
+    return wrapped_by("drafter-folder", SpeculativeConfig.__post_init__)
 
 
 PATCH = Patch(

@@ -3,13 +3,12 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 from vllm_kimi_eagle3.checkpoint.target import MULTIMODAL_MODEL_TYPE, is_kimi_target
 from vllm_kimi_eagle3.contract import Sources, Symbol
 
-from .base import Patch, Undo, set_attribute
+from .base import Patch, Undo, wrap_method, wrapped_by
 
 _MODULE = "vllm.transformers_utils.configs.extract_hidden_states"
 _TARGET = f"{_MODULE}:ExtractHiddenStatesConfig.__init__"
@@ -25,21 +24,18 @@ def _install() -> Undo:
 
     stock = ExtractHiddenStatesConfig.__init__
 
-    @functools.wraps(stock)
     def init(self: Any, model: Any = None, *args: Any, **kwargs: Any) -> None:
         stock(self, model, *args, **kwargs)
         if getattr(model, "model_type", None) == MULTIMODAL_MODEL_TYPE and is_kimi_target(model):
             self.text_config = model.text_config
 
-    init.__vllm_kimi_eagle3__ = "extract-text-config"  # type: ignore[attr-defined]
-    return set_attribute(ExtractHiddenStatesConfig, "__init__", init)
+    return wrap_method(ExtractHiddenStatesConfig, "__init__", init, "extract-text-config")
 
 
 def _verify() -> bool:
     from vllm.transformers_utils.configs.extract_hidden_states import ExtractHiddenStatesConfig
 
-    marker = getattr(ExtractHiddenStatesConfig.__init__, "__vllm_kimi_eagle3__", None)
-    return bool(marker == "extract-text-config")
+    return wrapped_by("extract-text-config", ExtractHiddenStatesConfig.__init__)
 
 
 PATCH = Patch(

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import functools
 import importlib
 import sys
 from typing import Any, NamedTuple
@@ -15,7 +14,7 @@ from vllm_kimi_eagle3.checkpoint.target import (
 )
 from vllm_kimi_eagle3.contract import Sources, Symbol
 
-from .base import Patch, Undo, set_attribute
+from .base import Patch, Undo, wrap_method, wrapped_by
 
 _TARGET = "vllm.model_executor.models.registry:_ModelRegistry.resolve_model_cls"
 _DEEPSEEK = "vllm.model_executor.models.deepseek_v2"
@@ -80,20 +79,17 @@ def _install() -> Undo:
 
     stock = vars(_ModelRegistry)["resolve_model_cls"]
 
-    @functools.wraps(stock)
     def resolve_model_cls(self: Any, architectures: Any, model_config: Any) -> tuple[type, str]:
         cls, architecture = stock(self, architectures, model_config)
         return kimi_class(cls, architecture, model_config.hf_config), architecture
 
-    resolve_model_cls.__vllm_kimi_eagle3__ = "target-interface"  # type: ignore[attr-defined]
-    return set_attribute(_ModelRegistry, "resolve_model_cls", resolve_model_cls)
+    return wrap_method(_ModelRegistry, "resolve_model_cls", resolve_model_cls, "target-interface")
 
 
 def _verify() -> bool:
     from vllm.model_executor.models.registry import ModelRegistry
 
-    resolve = type(ModelRegistry).resolve_model_cls
-    return getattr(resolve, "__vllm_kimi_eagle3__", None) == "target-interface"
+    return wrapped_by("target-interface", type(ModelRegistry).resolve_model_cls)
 
 
 PATCH = Patch(
