@@ -3,9 +3,11 @@
 
     python tests/assets/build.py [--out DIR] [--from STAGE] [--scale FACTOR]
 
-Needs torch (CPU), tokenizers and safetensors; one thread, some ten minutes. The procedure is
-seeded, but another torch or another CPU rounds differently, and a rebuild then has other weights:
-commit the folders, `prompts.json` and `expected.json` together.
+Needs torch (CPU), tokenizers and safetensors; one thread, some ten minutes, and as many for the
+variants. The procedure is seeded, but another torch or another CPU rounds differently, and a
+rebuild then has other weights: commit the folders, `prompts.json` and `expected.json` together.
+`--from variants` trains nothing and leaves the committed drafters' rows alone: for a change of
+`variants.py`.
 
 Text: the repository's LICENSE and `corpus/` (written for this). The target is trained until it
 nearly knows the text by heart, so that greedy continuations of prompts cut from it have clear
@@ -20,6 +22,7 @@ import json
 import math
 import shutil
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -35,6 +38,7 @@ ASSETS = Path(__file__).resolve().parent
 REPOSITORY = ASSETS.parent.parent
 sys.path.insert(0, str(REPOSITORY))
 
+from tests.assets import variants  # noqa: E402
 from tests.reference.drafter import Drafter, load_drafter  # noqa: E402
 from tests.reference.layers import KvCache, causal_visibility  # noqa: E402
 from tests.reference.speculate import (  # noqa: E402
@@ -46,7 +50,7 @@ from tests.reference.speculate import (  # noqa: E402
 from tests.reference.target import Target, TargetOutput, load_target  # noqa: E402
 
 TARGET_FOLDER = "kimi-k2.5-tiny"
-STAGES = ("target", "drafters", "expected")
+STAGES = ("target", "drafters", "expected", "variants")
 
 SPECIAL_TOKENS = [
     "<|pad|>",
@@ -587,7 +591,7 @@ def run_speculation(
     drafter: Drafter,
     prompts: Sequence[Sequence[int]],
     num_speculative_tokens: int,
-    aux_layer_ids: Sequence[int] = AUX_LAYER_IDS,
+    aux_layer_ids: Sequence[int] | None = AUX_LAYER_IDS,
 ) -> tuple[list[list[int]], dict[str, Any]]:
     """Output tokens of every prompt, and one row of `expected.json`."""
     counts = SpeculationCounts.zero(num_speculative_tokens)
@@ -606,7 +610,7 @@ def run_speculation(
         min_margin = min(min_margin, session.min_margin)
     row = {
         "num_speculative_tokens": num_speculative_tokens,
-        "aux_layer_ids": list(aux_layer_ids),
+        "aux_layer_ids": list(aux_layer_ids or ()),
         "num_drafts": counts.num_drafts,
         "num_draft_tokens": counts.num_draft_tokens,
         "num_accepted_tokens": counts.num_accepted_tokens,
@@ -679,6 +683,46 @@ def write_expected(out: Path, tokenizer: Tokenizer, token_ids: Tensor) -> None:
     write_json(out / "expected.json", expected)
 
 
+def write_variant_rows(out: Path) -> None:
+    """Adds to `expected.json` what the reference does with each drafter of `variants.py`.
+
+    `runs` gets the row of each variant, `variants` the digest of its folder and the rows of the
+    ways to get it wrong.
+    """
+    expected = json.loads((out / "expected.json").read_text(encoding="utf-8"))
+    expected["runs"] = {name: expected["runs"][name] for name in DRAFTERS}
+    expected["variants"] = {}
+    target = load_target(out / TARGET_FOLDER)
+    prompts = json.loads((out / "prompts.json").read_text(encoding="utf-8"))
+    prompts = [prompt["token_ids"] for prompt in prompts]
+
+    def run(label: str, folder: Path, aux_layer_ids: Sequence[int]) -> dict[str, Any]:
+        drafter = load_drafter(folder, target)
+        outputs, row = run_speculation(target, drafter, prompts, 3, aux_layer_ids or None)
+        if outputs != expected["output_token_ids"]:
+            raise RuntimeError(f"{label} {row}: speculation changed the output")
+        print(label, row, flush=True)
+        return row
+
+    for name, variant in variants.VARIANTS.items():
+        with tempfile.TemporaryDirectory() as scratch:
+            folder = Path(scratch) / "right"
+            variants.write_variant(name, folder, out / variant.source.name)
+            expected["runs"][name] = [run(name, folder, variant.aux_layer_ids)]
+            wrong = {}
+            for way, edit in variant.wrong.items():
+                wrong_folder = variants.edit_drafter(
+                    folder, Path(scratch) / way, edit.config, edit.remove, edit.tensors
+                )
+                ids = variant.aux_layer_ids if edit.aux_layer_ids is None else edit.aux_layer_ids
+                wrong[way] = run(f"{name}, {way}", wrong_folder, ids)
+            expected["variants"][name] = {
+                "sha256": variants.folder_digest(folder),
+                "wrong": wrong,
+            }
+    write_json(out / "expected.json", expected)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, default=ASSETS, help="where to write (default: here)")
@@ -707,7 +751,9 @@ def main() -> None:
             num_steps = max(1, round(DRAFTER_STEPS * arguments.scale))
             drafter = train_drafter(config, target, token_ids, num_steps)
             write_drafter(arguments.out / name, drafter, tokenizer)
-    write_expected(arguments.out, tokenizer, token_ids)
+    if "expected" in stages:
+        write_expected(arguments.out, tokenizer, token_ids)
+    write_variant_rows(arguments.out)
 
 
 if __name__ == "__main__":

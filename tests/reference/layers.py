@@ -104,24 +104,35 @@ def yarn_inverse_frequencies(
     return interpolated * interpolated_share + extrapolated * (1 - interpolated_share)
 
 
-def rotary_from_config(config: Mapping[str, Any], rotary_dim: int) -> Rotary:
-    """Reads `rope_theta` and `rope_scaling` (YaRN as DeepSeek defines it, or none).
+def read_rope(config: Mapping[str, Any]) -> tuple[float, Mapping[str, Any] | None]:
+    """Theta, and the scaling's parameters or None for plain rope, from either layout.
+
+    Transformers 4 writes `rope_theta` beside `rope_scaling`, Transformers 5 writes both into
+    `rope_parameters`. The kind is `rope_type`, or `type` in older files; `default` is plain rope.
 
     Raises:
-        NotImplementedError: another kind of scaling.
+        NotImplementedError: a scaling other than YaRN.
     """
-    theta = float(config["rope_theta"])
-    rope_scaling = config.get("rope_scaling")
-    if rope_scaling is None:
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    theta = float(rope["rope_theta"] if "rope_theta" in rope else config["rope_theta"])
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind == "default":
+        return theta, None
+    if kind != "yarn":
+        raise NotImplementedError(f"rope scaling {dict(rope)} in a {config['model_type']}")
+    return theta, rope
+
+
+def rotary_from_config(config: Mapping[str, Any], rotary_dim: int) -> Rotary:
+    """The rotary embedding of a config: plain, or YaRN as DeepSeek and TorchSpec define it."""
+    theta, scaling = read_rope(config)
+    if scaling is None:
         return Rotary(theta ** -(torch.arange(0, rotary_dim, 2).float() / rotary_dim))
-    kind = rope_scaling.get("rope_type", rope_scaling.get("type"))
-    if kind != "yarn" or "kv_lora_rank" not in config:
-        raise NotImplementedError(f"rope_scaling {dict(rope_scaling)} in a {config['model_type']}")
-    factor = float(rope_scaling["factor"])
-    magnitude = yarn_mscale(factor, rope_scaling.get("mscale", 1.0)) / yarn_mscale(
-        factor, rope_scaling.get("mscale_all_dim", 0.0)
+    factor = float(scaling["factor"])
+    magnitude = yarn_mscale(factor, scaling.get("mscale", 1.0)) / yarn_mscale(
+        factor, scaling.get("mscale_all_dim", 0.0)
     )
-    return Rotary(yarn_inverse_frequencies(rotary_dim, theta, rope_scaling), magnitude)
+    return Rotary(yarn_inverse_frequencies(rotary_dim, theta, scaling), magnitude)
 
 
 def rotate_interleaved(vectors: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -199,11 +210,9 @@ class LatentAttention(nn.Module):
 
         self.rotary = rotary_from_config(config, self.rope_dim)
         self.softmax_scale = query_dim**-0.5
-        rope_scaling = config.get("rope_scaling")
-        if rope_scaling is not None:
-            mscale = yarn_mscale(
-                float(rope_scaling["factor"]), rope_scaling.get("mscale_all_dim", 0.0)
-            )
+        _, scaling = read_rope(config)
+        if scaling is not None:
+            mscale = yarn_mscale(float(scaling["factor"]), scaling.get("mscale_all_dim", 0.0))
             self.softmax_scale *= mscale * mscale
 
     def forward(

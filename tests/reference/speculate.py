@@ -164,11 +164,11 @@ def generate(
 
 
 class ReferenceTarget:
-    """A `TargetSession` of the reference target."""
+    """A `TargetSession` of the reference target; for `aux_layer_ids` see `Target.forward`."""
 
-    def __init__(self, model: Target, aux_layer_ids: Sequence[int] = ()) -> None:
+    def __init__(self, model: Target, aux_layer_ids: Sequence[int] | None = ()) -> None:
         self._model = model
-        self._aux_layer_ids = tuple(aux_layer_ids)
+        self._aux_layer_ids = None if aux_layer_ids is None else tuple(aux_layer_ids)
         self._caches = model.new_caches()
 
     @torch.no_grad()

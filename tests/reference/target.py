@@ -34,7 +34,8 @@ class TargetOutput:
 
     Attributes:
         logits: `[..., T, vocab_size]`.
-        aux_hidden_states: `[..., T, number of aux layers * H]`, in the order of the ids.
+        aux_hidden_states: `[..., T, number of aux layers * H]`, in the order of the ids; or what
+            the final norm puts out, `[..., T, H]`, where no aux layers were wanted.
     """
 
     logits: Tensor
@@ -154,7 +155,7 @@ class Target(nn.Module):
         self,
         token_ids: Tensor,
         caches: Sequence[KvCache] | None = None,
-        aux_layer_ids: Sequence[int] = (),
+        aux_layer_ids: Sequence[int] | None = (),
     ) -> TargetOutput:
         """Runs the tokens that follow the cached ones.
 
@@ -162,17 +163,15 @@ class Target(nn.Module):
             token_ids: int64 `[..., T]`.
             caches: from `new_caches`, extended in place; None starts from nothing.
             aux_layer_ids: strictly increasing, each in 0..num_layers (vLLM collects them in layer
-                order whatever order they are given in).
+                order whatever order they are given in). None: the final norm's output instead,
+                which a drafter with `use_aux_hidden_state: false` reads.
 
         Raises:
             ValueError: ids out of range or not increasing.
         """
-        if list(aux_layer_ids) != sorted(set(aux_layer_ids)) or not all(
-            0 <= layer_id <= self.num_layers for layer_id in aux_layer_ids
-        ):
-            raise ValueError(
-                f"aux layer ids {list(aux_layer_ids)} must increase within 0..{self.num_layers}"
-            )
+        wanted = list(aux_layer_ids or ())
+        if wanted != sorted(set(wanted)) or not all(0 <= i <= self.num_layers for i in wanted):
+            raise ValueError(f"aux layer ids {wanted} must increase within 0..{self.num_layers}")
         caches = self.new_caches() if caches is None else caches
         num_cached, num_new = len(caches[0]), token_ids.shape[-1]
         positions = torch.arange(num_cached, num_cached + num_new)
@@ -183,11 +182,13 @@ class Target(nn.Module):
         for layer, cache in zip(self.model.layers, caches, strict=True):
             stream = layer(stream, positions, cache, visibility)
             streams.append(stream)
-        aux = [streams[layer_id] for layer_id in aux_layer_ids]
-        return TargetOutput(
-            logits=self.lm_head(self.model.norm(stream)),
-            aux_hidden_states=torch.cat(aux, dim=-1) if aux else stream[..., :0],
-        )
+        normed = self.model.norm(stream)
+        if aux_layer_ids is None:
+            aux_hidden_states = normed
+        else:
+            aux = [streams[layer_id] for layer_id in wanted]
+            aux_hidden_states = torch.cat(aux, dim=-1) if aux else stream[..., :0]
+        return TargetOutput(self.lm_head(normed), aux_hidden_states)
 
 
 def load_target(folder: Path | str) -> Target:

@@ -5,8 +5,9 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,10 +16,18 @@ from hypothesis import strategies as st
 
 from tests.assets import variants
 from tests.reference.checkpoint import read_tensors
-from tests.reference.drafter import Drafter, load_drafter
+from tests.reference.drafter import (
+    AUX_LAYERS_KEY,
+    Drafter,
+    captured_layer_ids,
+    load_drafter,
+    plain_config,
+)
 from tests.reference.layers import (
     KvCache,
     causal_visibility,
+    read_rope,
+    rotary_from_config,
     yarn_inverse_frequencies,
     yarn_mscale,
 )
@@ -36,6 +45,15 @@ DRAFTER_FOLDERS = [variants.LLAMA_DRAFTER, variants.MLA_DRAFTER]
 AUX_LAYER_IDS = (2, 4, 5)
 
 
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    """Products this small gain nothing from a second one, and lose much beside other processes."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 @pytest.fixture(scope="module")
 def target() -> Target:
     return load_target(variants.KIMI_K25_TARGET)
@@ -49,15 +67,17 @@ def prompts() -> list[list[int]]:
 # -------------------------------------------------------------------------- the committed results
 
 
-@pytest.mark.parametrize("folder", DRAFTER_FOLDERS, ids=lambda folder: folder.name)
-def test_reproduces_expected_counts(folder: Path, target: Target, prompts: list[list[int]]) -> None:
+def assert_reproduces(
+    folder: Path, run: dict[str, Any], target: Target, prompts: list[list[int]]
+) -> None:
     expected = variants.load_expected()
     drafter = load_drafter(folder, target)
+    aux_layer_ids = captured_layer_ids(drafter.config, target.num_layers)
     counts = SpeculationCounts.zero(3)
     outputs = []
     for prompt in prompts:
         result = speculate(
-            ReferenceTarget(target, AUX_LAYER_IDS),
+            ReferenceTarget(target, aux_layer_ids),
             ReferenceDrafter(drafter),
             prompt,
             num_speculative_tokens=3,
@@ -65,15 +85,20 @@ def test_reproduces_expected_counts(folder: Path, target: Target, prompts: list[
         )
         counts.add(result.counts)
         outputs.append(result.output_token_ids)
-    run = variants.expected_run(folder.name)
     assert outputs == expected["output_token_ids"]
     assert counts == SpeculationCounts(**{name: run[name] for name in vars(counts)})
 
 
 @pytest.mark.parametrize("folder", DRAFTER_FOLDERS, ids=lambda folder: folder.name)
-def test_expected_counts_are_consistent(folder: Path) -> None:
+def test_reproduces_expected_counts(folder: Path, target: Target, prompts: list[list[int]]) -> None:
+    assert_reproduces(folder, variants.expected_run(folder.name), target, prompts)
+
+
+def test_expected_counts_are_consistent() -> None:
     expected = variants.load_expected()
-    for run in expected["runs"][folder.name]:
+    runs = [run for rows in expected["runs"].values() for run in rows]
+    runs += [run for entry in expected["variants"].values() for run in entry["wrong"].values()]
+    for run in runs:
         assert run["num_draft_tokens"] == run["num_drafts"] * run["num_speculative_tokens"]
         assert run["num_accepted_tokens"] == sum(run["num_accepted_tokens_per_pos"])
         assert run["num_accepted_tokens_per_pos"] == sorted(
@@ -85,6 +110,29 @@ def test_expected_counts_are_consistent(folder: Path) -> None:
         emitted = run["num_accepted_tokens"] + run["num_drafts"] + num_outputs
         surplus = emitted - num_outputs * expected["max_tokens"]
         assert 0 <= surplus <= num_outputs * run["num_speculative_tokens"]
+
+
+VARIANTS_TO_RUN = [
+    "llama-eagle31-nested",
+    "llama-norm-before-residual",
+    "llama-four-aux-top",
+    "llama-yarn-5x",
+    "mla-fc-norm",
+    "mla-norm-before-fc-nested",
+    "mla-no-aux",
+    "mla-reduced-vocab",
+    "mla-plain-rope-5x",
+    "speculators",
+]
+
+
+@pytest.mark.parametrize("name", VARIANTS_TO_RUN)
+def test_reproduces_counts_of_variants(
+    name: str, target: Target, prompts: list[list[int]], tmp_path: Path
+) -> None:
+    """A sample of them; `tests/assets/build.py --from variants` runs all."""
+    folder = variants.write_variant(name, tmp_path / name)
+    assert_reproduces(folder, variants.expected_variant(name), target, prompts)
 
 
 def test_wrong_aux_layers_cost_drafts() -> None:
@@ -182,8 +230,9 @@ def small_drafter(**options: object) -> Drafter:
     return drafter.requires_grad_(False)
 
 
-def test_fc_norm_norms_each_aux_hidden_state() -> None:
-    drafter = small_drafter(fc_norm=True)
+@pytest.mark.parametrize("options", [{"fc_norm": True}, {"eagle_config": {"fc_norm": True}}])
+def test_fc_norm_norms_each_aux_hidden_state(options: dict[str, object]) -> None:
+    drafter = small_drafter(**options)
     assert drafter.fc_norm is not None
     aux = [torch.randn(5, 8) for _ in range(3)]
     normed = [
@@ -205,6 +254,21 @@ def test_norm_before_fc_norms_them_together(options: dict[str, object]) -> None:
     torch.testing.assert_close(drafter.combine(aux), normed @ drafter.fc.weight.t())
 
 
+def test_without_aux_the_hidden_state_is_read_as_it_is() -> None:
+    drafter = small_drafter(eagle_config={"use_aux_hidden_state": False})
+    assert not any(name.startswith("fc") for name, _ in drafter.named_parameters())
+    hidden_states = torch.randn(5, 8)
+    assert drafter.combine(hidden_states) is hidden_states
+
+
+def test_without_aux_layers_the_target_gives_its_final_hidden_state(
+    target: Target, prompts: list[list[int]]
+) -> None:
+    with torch.no_grad():
+        output = target(torch.tensor(prompts[0]), aux_layer_ids=None)
+        assert torch.equal(target.lm_head(output.aux_hidden_states), output.logits)
+
+
 def draft_pass(drafter: Drafter) -> tuple[torch.Tensor, torch.Tensor]:
     hidden_states = torch.linspace(-1, 1, 24).view(3, 8)
     return drafter(
@@ -216,9 +280,12 @@ def draft_pass(drafter: Drafter) -> tuple[torch.Tensor, torch.Tensor]:
     )
 
 
-def test_norm_output_feeds_back_the_normed_state() -> None:
+@pytest.mark.parametrize(
+    "options", [{"norm_output": True}, {"eagle_config": {"norm_output": True}}]
+)
+def test_norm_output_feeds_back_the_normed_state(options: dict[str, object]) -> None:
     logits, stream = draft_pass(small_drafter())
-    drafter = small_drafter(norm_output=True)
+    drafter = small_drafter(**options)
     logits_too, normed = draft_pass(drafter)
     assert torch.equal(logits, logits_too)
     torch.testing.assert_close(normed, drafter.norm(stream))
@@ -235,6 +302,82 @@ def test_norm_before_residual_changes_the_residual_only() -> None:
     expected = plain.layers[0].hidden_norm(hidden_states) - hidden_states
     torch.testing.assert_close(silenced, expected, atol=1e-5, rtol=1e-4)
     assert not torch.allclose(difference, silenced)
+
+
+# ---------------------------------------------------------------------------------------- configs
+
+
+@pytest.mark.parametrize(
+    ("config", "captured"),
+    [
+        ({}, (2, 30, 58)),
+        ({AUX_LAYERS_KEY: [1, 29, 57]}, (2, 30, 58)),
+        ({AUX_LAYERS_KEY: [2, 30, 58]}, (2, 30, 58)),
+        ({"eagle_config": {AUX_LAYERS_KEY: [1, 29, 57]}}, (2, 30, 58)),
+        ({"eagle_config": {AUX_LAYERS_KEY: [2, 30, 58]}}, (2, 30, 58)),
+        ({"eagle_config": {AUX_LAYERS_KEY: [0, 30, 61]}}, (0, 30, 61)),
+        ({"eagle_config": {AUX_LAYERS_KEY: [2, 16, 30, 58]}}, (2, 16, 30, 58)),
+        ({"eagle_config": {"use_aux_hidden_state": False}}, None),
+    ],
+)
+def test_captured_layer_ids(config: dict[str, object], captured: tuple[int, ...] | None) -> None:
+    assert captured_layer_ids(config, 61) == captured
+
+
+def test_speculators_layout_is_turned_into_the_plain_one() -> None:
+    config = {
+        "transformer_layer_config": {"hidden_size": 8, "vocab_size": 16},
+        "draft_vocab_size": 4,
+        "eagle_aux_hidden_state_layer_ids": [2, 4, 5],
+        "fc_norm": True,
+        "target_hidden_size": None,
+    }
+    assert plain_config(config) == {
+        "hidden_size": 8,
+        "vocab_size": 16,
+        "draft_vocab_size": 4,
+        "eagle_aux_hidden_state_layer_ids": [2, 4, 5],
+        "fc_norm": True,
+        "norm_before_residual": True,
+    }
+    assert plain_config({**config, "norm_before_residual": False})["norm_before_residual"] is False
+    assert plain_config({"hidden_size": 8}) == {"hidden_size": 8}
+
+
+PLAIN_ROPES = [
+    {"rope_theta": 1e6},
+    {"rope_theta": 1e6, "rope_scaling": None},
+    {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}},
+    {"rope_theta": 10000.0, "rope_parameters": {"rope_theta": 1e6}},
+]
+
+
+@pytest.mark.parametrize("config", PLAIN_ROPES)
+def test_plain_rope_in_every_layout(config: dict[str, object]) -> None:
+    assert read_rope(config) == (1e6, None)
+    rotary = rotary_from_config(config, 128)
+    assert rotary.magnitude == 1.0
+    torch.testing.assert_close(rotary.inverse_frequencies[32], torch.tensor(1e-3))
+
+
+def test_yarn_in_every_layout() -> None:
+    yarn = {"factor": 64.0, "original_max_position_embeddings": 4096, "mscale": 1.0}
+    layouts = [
+        {"rope_theta": 5e4, "rope_scaling": {**yarn, "type": "yarn"}},
+        {"rope_theta": 5e4, "rope_scaling": {**yarn, "rope_type": "yarn"}},
+        {"rope_parameters": {**yarn, "rope_type": "yarn", "rope_theta": 5e4}},
+    ]
+    frequencies = [rotary_from_config(layout, 64).inverse_frequencies for layout in layouts]
+    assert torch.equal(frequencies[0], frequencies[1])
+    assert torch.equal(frequencies[0], frequencies[2])
+    assert rotary_from_config(layouts[0], 64).magnitude == pytest.approx(1.4158883)
+    with_both = {"rope_theta": 5e4, "rope_scaling": {**yarn, "type": "yarn", "mscale_all_dim": 1.0}}
+    assert rotary_from_config(with_both, 64).magnitude == 1.0
+
+
+def test_other_scalings_are_refused() -> None:
+    with pytest.raises(NotImplementedError, match="llama3"):
+        read_rope({"model_type": "llama", "rope_theta": 1.0, "rope_scaling": {"type": "llama3"}})
 
 
 # ----------------------------------------------------------------------------------------- YaRN
