@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_kimi_eagle3.checkpoint.drafter import drafter_problem, nested_aux_layers
+from vllm_kimi_eagle3.checkpoint.folder import drafter_problem
 from vllm_kimi_eagle3.checkpoint.target import image_token_id, is_kimi_target, is_text_only_kimi
 
 
@@ -158,34 +158,3 @@ def test_any_bytes_are_one_line(tmp_path_factory, content: bytes) -> None:
 @given(st.text() | st.text(min_size=5000, max_size=5000))
 def test_any_name_is_answered(name: str) -> None:
     assert "\n" not in (drafter_problem("/" + name) or "")
-
-
-def drafter(ids: Any) -> SimpleNamespace:
-    return config(eagle_config={"eagle_aux_hidden_state_layer_ids": ids})
-
-
-@pytest.mark.parametrize(
-    ("ids", "captured"),
-    [
-        ([1, 29, 57], (2, 30, 58)),  # Outputs of these layers (SpecForge, ModelOpt, TorchSpec)
-        ([2, 30, 58], (2, 30, 58)),  # Inputs of these layers (vLLM)
-        ([2, 20, 58], (2, 20, 58)),
-        ([0, 61], (0, 61)),
-        ([1, 61], (1, 61)),  # No layer has number 61, so these are not outputs.
-        ([], None),
-        (None, None),
-        ("123", None),
-        ([True, 2], None),
-        ([1.0, 2], None),
-    ],
-)
-def test_the_layers_that_eagle_config_names(ids: Any, captured: tuple[int, ...] | None) -> None:
-    assert nested_aux_layers(drafter(ids), 61) == captured
-    # What was shifted once is not shifted again.
-    if captured and captured[0] != 1:
-        assert nested_aux_layers(drafter(list(captured)), 61) == captured
-
-
-@pytest.mark.parametrize("other", [None, config(), config(eagle_config=3)])
-def test_a_config_without_them(other: Any) -> None:
-    assert nested_aux_layers(other, 61) is None

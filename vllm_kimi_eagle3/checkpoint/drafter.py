@@ -1,111 +1,319 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a drafter's folder says of itself: can it be one at all, and which layers does it read?
+"""What an EAGLE-3 drafter is, read from its folder: everything that decides what it must be fed.
 
-Only what is certain is refused: a folder that is missing or empty, or a config that is plainly that
-of something else. A config that might be a drafter's is left to vLLM.
+Trainers write the same facts in different places: at the top of config.json, inside
+``eagle_config``, or in the format of the ``speculators`` library. A fact that stands in two places
+must be the same in both.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Literal
 
-AUX_LAYERS_KEY = "eagle_aux_hidden_state_layer_ids"
+from .aux_layers import NESTED, AuxLayers, resolve_aux_layers
+from .drafter_tensors import Expected, TensorLike, compare
+from .errors import CheckpointError, quoted
+from .rope import Rope, read_rope
 
-# More than any real config.json; a larger file is a mistake and is not read.
-_MAX_CONFIG_BYTES = 16 * 1024 * 1024
-
-# Other speculative methods, by their architectures' names in lower case.
-_OTHER_METHODS = ("medusa", "mlpspeculator", "mtp", "dflash", "eaglellama", "eagledeepseek")
-
-# Published EAGLE-3 drafters have one decoder layer, a few have two or three; a model that was
-# named by mistake has dozens.
-_MAX_DRAFTER_LAYERS = 8
+Attention = Literal["llama", "mla"]
 
 
-def drafter_problem(model: str) -> str | None:
-    """What is wrong with ``model`` as an EAGLE-3 drafter, in one sentence with the fix, or None.
+@dataclass(frozen=True)
+class TargetShape:
+    """What of a target its drafter depends on.
 
-    ``model`` is what the user gave as ``"model"`` in ``--speculative-config``. Only a folder is
-    judged: of a Hugging Face id, a GGUF file or an object store's URL nothing is said (None).
-    Never raises.
+    Attributes:
+        num_layers: its decoder layers.
+        hidden_size: the width of its hidden states.
+        vocab_size: its vocabulary, with padding rows.
     """
-    if "://" in model or model.endswith(".gguf"):
-        return None
-    path = Path(model)
-    file = path / "config.json"
-    try:
-        if not path.is_dir():
-            if not _meant_as_path(model):
-                return None
-            if path.exists():
-                return f"{model!r} is a file; give the folder that holds the drafter's config.json"
-            hint = " ('~' is not expanded here)" if model.startswith("~") else ""
-            return f"the folder {model!r} does not exist{hint}"
-        if file.stat().st_size > _MAX_CONFIG_BYTES:
-            return f"{str(file)!r} is larger than any config.json"
-        config = json.loads(file.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return f"the folder {model!r} holds no config.json"
-    except (OSError, ValueError, RecursionError) as error:
-        return f"{str(file)!r} cannot be read as JSON: {_one_line(error)}"
-    if not isinstance(config, dict):
-        return f"{str(file)!r} holds no JSON object"
-    if (other := _something_else(config)) is not None:
-        return (
-            f"{str(file)!r} is not the config of an EAGLE-3 drafter: {other}; give an EAGLE-3 "
-            "drafter, or the 'method' that this one was trained for"
+
+    num_layers: int
+    hidden_size: int
+    vocab_size: int
+
+
+@dataclass(frozen=True)
+class Drafter:
+    """A drafter's facts.
+
+    Attributes:
+        attention: ``llama`` (multi-head or grouped attention) or ``mla``.
+        aux: the target's hidden states that it reads; None if it reads the final one instead
+            (``use_aux_hidden_state: false``).
+        fc_norm: each hidden state is normed on its own before ``fc`` (EAGLE-3.1).
+        norm_output: a draft step hands on the hidden state after the final norm (EAGLE-3.1).
+        norm_before_fc: the joined hidden states are normed together before ``fc``.
+        norm_before_residual: the residual is taken after the norm.
+        rope: its rotary embedding.
+        max_position_embeddings: as config.json says; None if it does not.
+        quantization: the quantisation method of its own weights, or None.
+        expected: what its class has to hold.
+    """
+
+    attention: Attention
+    aux: AuxLayers | None
+    fc_norm: bool
+    norm_output: bool
+    norm_before_fc: bool
+    norm_before_residual: bool
+    rope: Rope
+    max_position_embeddings: int | None
+    quantization: str | None
+    expected: Expected
+
+    @property
+    def aux_count(self) -> int:
+        """How many hidden states ``fc`` joins; 0 without ``fc``."""
+        return 0 if self.aux is None else len(self.aux.captured)
+
+    def __str__(self) -> str:
+        parts = ["MLA" if self.attention == "mla" else "Llama attention"]
+        parts.append(
+            f"aux layers: {self.aux}"
+            if self.aux
+            else "no aux layers: it reads the target's final hidden state"
         )
+        switches = ("fc_norm", "norm_output", "norm_before_fc", "norm_before_residual")
+        on = [name for name in switches if getattr(self, name)]
+        parts.append(f"{', '.join(on)} on" if on else "plain EAGLE-3")
+        parts.append(f"rope {self.rope}")
+        parts.append(f"draft vocabulary {self.expected.draft_vocab_size}")
+        if self.quantization:
+            parts.append(f"quantised ({self.quantization})")
+        return "; ".join(parts)
+
+
+def attention_of(config: Mapping[str, Any]) -> Attention | None:
+    """The family of a drafter's class, from its architecture; None for one that is not Kimi's."""
+    architectures = config.get("architectures")
+    names = [str(n).lower() for n in architectures] if isinstance(architectures, list) else []
+    if any("deepseek" in name for name in names):
+        return "mla"
+    if any("llama" in name for name in names):
+        return "llama"
+    if config.get("speculators_model_type") == "eagle3":
+        layer = config.get("transformer_layer_config")
+        model_type = layer.get("model_type", "llama") if isinstance(layer, Mapping) else None
+        return "llama" if model_type == "llama" else None
     return None
 
 
-def nested_aux_layers(config: Any, target_layers: int) -> tuple[int, ...] | None:
-    """The layers that ``eagle_config`` inside a drafter's config names, as ids of layer inputs.
-
-    Trainers write two conventions: the output of layer i, and the input of layer i, which is what
-    vLLM captures. A list that begins with 1 is of the first kind and is shifted by one, one that
-    begins with 2 of the second (https://github.com/sgl-project/sglang/pull/25454); any other list
-    is taken as it is.
+def read_drafter(
+    config: Mapping[str, Any],
+    target: TargetShape,
+    tensors: Mapping[str, TensorLike] | None = None,
+    chosen_aux_layers: Sequence[int] | None = None,
+) -> Drafter | None:
+    """A drafter's facts.
 
     Args:
-        config: the drafter's Transformers config.
-        target_layers: the number of the target's decoder layers.
+        config: its config.json.
+        target: its target.
+        tensors: the tensors of its folder, for the number of aux layers; None if they are not on
+            this machine.
+        chosen_aux_layers: the user's own choice of aux layers.
 
     Returns:
-        The ids, or None where there is no such list of integers.
+        The facts; None if the architecture is none of those that Kimi drafters have.
+
+    Raises:
+        CheckpointError: it cannot work, or would draft badly without a word.
     """
-    nested = getattr(config, "eagle_config", None)
-    ids = nested.get(AUX_LAYERS_KEY) if isinstance(nested, Mapping) else None
-    if not isinstance(ids, Sequence) or isinstance(ids, str) or not ids:
+    attention = attention_of(config)
+    if attention is None:
         return None
-    if not all(isinstance(i, int) and not isinstance(i, bool) for i in ids):
+    config = _flat(config)
+    uses_aux = _uses_aux(config)
+    hidden_size = _size(config, "hidden_size")
+    target_hidden_size = _size(config, "target_hidden_size", hidden_size)
+    if target_hidden_size != target.hidden_size:
+        key = "target_hidden_size" if "target_hidden_size" in config else "hidden_size"
+        raise CheckpointError(
+            f"config.json, {key} is {target_hidden_size}, but this target's hidden states are "
+            f"{target.hidden_size} wide: the drafter belongs to another target"
+        )
+    vocab_size = _size(config, "vocab_size")
+    if vocab_size != target.vocab_size:
+        raise CheckpointError(
+            f"config.json, vocab_size is {vocab_size}, but this target has {target.vocab_size} "
+            "tokens: the drafter belongs to another target"
+        )
+    fc_count = _fc_count(tensors, target_hidden_size) if uses_aux else None
+    aux = (
+        resolve_aux_layers(config, target.num_layers, fc_count=fc_count, chosen=chosen_aux_layers)
+        if uses_aux
+        else None
+    )
+    if aux is None and chosen_aux_layers is not None:
+        raise CheckpointError(
+            "aux layers were chosen, but the drafter's config.json says use_aux_hidden_state: "
+            "false: it reads the target's final hidden state alone"
+        )
+    rope = read_rope(config)
+    if attention == "mla" and not (rope.yarn or rope.kind == "default"):
+        raise CheckpointError(
+            f"config.json has {rope.kind} rope scaling; vLLM's MLA classes compute every scaling "
+            "as YaRN, so this drafter would be fed other positions than it was trained on"
+        )
+    quantization = _quantization(config)
+    draft_vocab_size = _size(config, "draft_vocab_size", vocab_size)
+    expected = Expected(
+        attention=attention,
+        hidden_size=hidden_size,
+        target_hidden_size=target_hidden_size,
+        intermediate_size=_size(config, "intermediate_size"),
+        num_heads=_size(config, "num_attention_heads"),
+        num_kv_heads=_size(config, "num_key_value_heads", _size(config, "num_attention_heads")),
+        vocab_size=vocab_size,
+        draft_vocab_size=draft_vocab_size,
+        aux_count=0 if aux is None else len(aux.captured),
+        fc_norm=_flag(config, "fc_norm"),
+        norm_before_fc=_flag(config, "norm_before_fc"),
+        attention_bias=_flag(config, "attention_bias"),
+        mlp_bias=_flag(config, "mlp_bias"),
+        num_layers=_size(config, "num_hidden_layers", 1),
+        quantized=quantization is not None,
+        parallel_drafting=False,
+        **_attention_sizes(config, attention, hidden_size),
+    )
+    return Drafter(
+        attention=attention,
+        aux=aux,
+        fc_norm=expected.fc_norm,
+        norm_output=_flag(config, "norm_output"),
+        norm_before_fc=expected.norm_before_fc,
+        norm_before_residual=_flag(config, "norm_before_residual"),
+        rope=rope,
+        max_position_embeddings=(
+            None
+            if config.get("max_position_embeddings") is None
+            else _size(config, "max_position_embeddings")
+        ),
+        quantization=quantization,
+        expected=expected,
+    )
+
+
+def check_tensors(expected: Expected, tensors: Mapping[str, TensorLike]) -> dict[str, str]:
+    """Hold a checkpoint's tensors against what the drafter's class has to be given.
+
+    Returns:
+        The tensors that are left out on purpose, each with the reason.
+
+    Raises:
+        CheckpointError: a tensor is missing, has another shape, or has no place in the drafter.
+    """
+    problems, unused = compare(tensors, expected)
+    if problems:
+        raise CheckpointError(
+            "the drafter's checkpoint does not fit its config.json: "
+            + "; ".join(problem.text for problem in problems)
+        )
+    return unused
+
+
+def _flat(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The config with the parts of the speculators format side by side, as vLLM reads them."""
+    layer = config.get("transformer_layer_config")
+    if config.get("speculators_model_type") is None and layer is None:
+        return config
+    if not isinstance(layer, Mapping):
+        raise CheckpointError(
+            f"config.json, transformer_layer_config is {type(layer).__name__}; a drafter in "
+            "speculators format has the config of its decoder layer there"
+        )
+    # The default of vllm.transformers_utils.configs.speculators.algos.update_eagle3.
+    stated = {k: v for k, v in config.items() if v is not None}
+    return {"norm_before_residual": True, **layer, **stated}
+
+
+def _uses_aux(config: Mapping[str, Any]) -> bool:
+    values = []
+    nested = config.get(NESTED)
+    for where, block in (
+        ("", config),
+        (f"{NESTED}.", nested if isinstance(nested, Mapping) else {}),
+    ):
+        for key in ("use_aux_hidden_state", "use_aux"):
+            if block.get(key) is not None:
+                values.append((f"{where}{key}", _bool(block[key], f"{where}{key}")))
+    return _agreed(values, True)
+
+
+def _flag(config: Mapping[str, Any], name: str) -> bool:
+    """A switch at the top or inside eagle_config; off where neither has it."""
+    nested = config.get(NESTED)
+    blocks = (("", config), (f"{NESTED}.", nested if isinstance(nested, Mapping) else {}))
+    values = [
+        (f"{where}{name}", _bool(block[name], f"{where}{name}"))
+        for where, block in blocks
+        if block.get(name) is not None
+    ]
+    return _agreed(values, False)
+
+
+def _agreed(values: list[tuple[str, bool]], absent: bool) -> bool:
+    if len({value for _, value in values}) > 1:
+        said = " and ".join(f"{where} is {str(value).lower()}" for where, value in values)
+        raise CheckpointError(f"config.json contradicts itself: {said}; keep the right one")
+    return values[0][1] if values else absent
+
+
+def _bool(value: Any, where: str) -> bool:
+    if not isinstance(value, bool):
+        raise CheckpointError(f"config.json, {where} is {quoted(value)}; it must be true or false")
+    return value
+
+
+def _size(config: Mapping[str, Any], key: str, absent: int | None = None) -> int:
+    value = config.get(key)
+    if value is None and absent is not None:
+        return absent
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 < value < 2**31:
+        said = "is missing" if value is None else f"is {quoted(value)}"
+        raise CheckpointError(f"config.json, {key} {said}; it must be a positive integer")
+    return value
+
+
+def _attention_sizes(
+    config: Mapping[str, Any], attention: Attention, hidden_size: int
+) -> dict[str, Any]:
+    if attention == "mla":
+        rank = config.get("q_lora_rank")
+        return {
+            "q_lora_rank": None if rank is None else _size(config, "q_lora_rank"),
+            "kv_lora_rank": _size(config, "kv_lora_rank"),
+            "qk_nope_head_dim": _size(config, "qk_nope_head_dim"),
+            "qk_rope_head_dim": _size(config, "qk_rope_head_dim"),
+            "v_head_dim": _size(config, "v_head_dim"),
+        }
+    heads = _size(config, "num_attention_heads")
+    return {"head_dim": _size(config, "head_dim", max(hidden_size // heads, 1))}
+
+
+def _quantization(config: Mapping[str, Any]) -> str | None:
+    """The method of the drafter's own quantisation. The target's is never looked at."""
+    block = config.get("quantization_config")
+    if block is None:
         return None
-    shift = 1 if ids[0] == 1 and max(ids) < target_layers else 0
-    return tuple(i + shift for i in ids)
+    if not isinstance(block, Mapping):
+        raise CheckpointError(
+            f"config.json, quantization_config is {quoted(block)}; it must be an object"
+        )
+    return str(block.get("quant_method", "of an unnamed method"))
 
 
-def _meant_as_path(model: str) -> bool:
-    """A Hugging Face id is ``name`` or ``owner/name``; what else has a separator is a path."""
-    return model.startswith(("/", "./", "../", "~")) or model.count("/") > 1
-
-
-def _something_else(config: dict[str, Any]) -> str | None:
-    """What the config plainly is instead of an EAGLE-3 drafter's, or None."""
-    architectures = config.get("architectures")
-    names = [str(name) for name in architectures] if isinstance(architectures, list) else []
-    if any("eagle3" in name.lower() for name in names):
+def _fc_count(tensors: Mapping[str, TensorLike] | None, target_hidden_size: int) -> int | None:
+    fc = None if tensors is None else tensors.get("fc.weight")
+    if fc is None or len(fc.shape) != 2:
         return None
-    for name in names:
-        if name.lower().startswith(_OTHER_METHODS) or "mtp" in name.lower():
-            return f"its architecture is {name}"
-    text = config.get("text_config")
-    layers = (text if isinstance(text, dict) else config).get("num_hidden_layers")
-    if isinstance(layers, int) and layers >= _MAX_DRAFTER_LAYERS:
-        return f"it has {layers} decoder layers (architectures {names}), a model of its own"
-    return None
-
-
-def _one_line(error: BaseException) -> str:
-    return " ".join(str(error).split()) or type(error).__name__
+    count, rest = divmod(fc.shape[1], target_hidden_size)
+    if rest or not count:
+        raise CheckpointError(
+            f"fc.weight is {list(fc.shape)}: its width is no multiple of the target's hidden size "
+            f"{target_hidden_size}, so the drafter belongs to another target"
+        )
+    return count

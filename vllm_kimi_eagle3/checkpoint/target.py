@@ -22,6 +22,9 @@ K2_ROUTED_EXPERTS = 384
 # the third is the one that vLLM's proposer reads up to 0.17.
 IMAGE_TOKEN_KEYS = ("media_placeholder_token_id", "image_token_id", "image_token_index")
 
+# The token of every published Kimi-K2.5, K2.6 and K2.7.
+DEFAULT_IMAGE_TOKEN = 163_605
+
 
 def is_kimi_target(config: Any) -> bool:
     """True if ``config`` (a Transformers config or the like) is that of a Kimi K2 or K2.5 target.

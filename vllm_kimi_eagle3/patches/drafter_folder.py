@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from vllm_kimi_eagle3.checkpoint.drafter import drafter_problem
+from vllm_kimi_eagle3.checkpoint.folder import drafter_problem
 from vllm_kimi_eagle3.checkpoint.target import is_kimi_target
 from vllm_kimi_eagle3.contract import Sources, Symbol
 
