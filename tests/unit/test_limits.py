@@ -1,0 +1,302 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is refused on which release, and how a run is read from vLLM's configuration."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from enum import Enum
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from packaging.version import Version
+
+from vllm_kimi_eagle3.host import SUPPORTED
+from vllm_kimi_eagle3.limits import Attention, Limit, Run, Runner, limits, run_of
+
+AUX = {"aux_layers": (2, 30, 58)}
+
+
+def run(version: str | None, runner: Runner, attention: Attention, **settings: Any) -> Run:
+    return Run(
+        version=None if version is None else Version(version),
+        runner=runner,
+        drafter_attention=attention,
+        **{"tensor_parallel_size": 8, "num_speculative_tokens": 3, **settings},
+    )
+
+
+def found(*args: Any, **settings: Any) -> dict[str, bool]:
+    """The limits' ids, and whether each refuses."""
+    return {limit.id: limit.refused for limit in limits(run(*args, **settings))}
+
+
+def releases(first: str, last: str) -> list[str]:
+    return list(SUPPORTED[SUPPORTED.index(first) : SUPPORTED.index(last) + 1])
+
+
+@pytest.mark.parametrize("release", SUPPORTED)
+@pytest.mark.parametrize("runner", ["V1", "V2"])
+@pytest.mark.parametrize("attention", ["llama", "mla"])
+def test_the_usual_run_meets_none(release: str, runner: Runner, attention: Attention) -> None:
+    assert found(release, runner, attention, drafter_kv_heads=64, **AUX, last_rank_start=0) == {}
+    assert found(release, runner, attention, draft_tensor_parallel_size=8) == {}
+
+
+@pytest.mark.parametrize("release", SUPPORTED)
+def test_pipeline_parallelism_where_a_layer_is_on_an_earlier_rank(release: str) -> None:
+    refused = {"pipeline-parallel": True}
+    two = {"pipeline_parallel_size": 2}
+    assert found(release, "V1", "llama", **two) == refused
+    assert found(release, "V1", "llama", **two, **AUX, last_rank_start=31) == refused
+    assert found(release, "V2", "mla", **two) == refused
+    assert found(release, "V2", "mla", **two, aux_layers=(40, 50), last_rank_start=31) == refused
+    late = found(release, "V1", "llama", **two, aux_layers=(31, 45, 58), last_rank_start=31)
+    # Before 0.30 vLLM asks the drafter to support it.
+    assert late == (refused if release in releases("0.15.1", "0.29.0") else {})
+
+
+@pytest.mark.parametrize("release", SUPPORTED)
+@pytest.mark.parametrize("runner", ["V1", "V2"])
+def test_context_parallelism_with_a_llama_drafter(release: str, runner: Runner) -> None:
+    for settings in ({"drafter_kv_heads": 64}, {"drafter_kv_heads": 8}, {}):
+        assert found(release, runner, "llama", decode_context_parallel_size=8, **settings) == {
+            "dcp-llama": True
+        }
+    # One KV head over 8 ranks, or two over 4 each: every rank of a group holds the same.
+    for heads, size in ((1, 8), (1, 2), (2, 4)):
+        assert (
+            found(
+                release,
+                runner,
+                "llama",
+                decode_context_parallel_size=size,
+                drafter_kv_heads=heads,
+            )
+            == {}
+        )
+
+
+def test_the_crash_is_named_where_it_can_happen() -> None:
+    texts = {
+        release: limits(run(release, "V1", "llama", decode_context_parallel_size=8))[0].text
+        for release in SUPPORTED
+    }
+    named = [release for release, text in texts.items() if "issues/40791" in text]
+    assert named == releases("0.20.2", "0.33.0")
+
+
+@pytest.mark.parametrize("release", SUPPORTED)
+def test_context_parallelism_with_an_mla_drafter(release: str) -> None:
+    dcp = {"decode_context_parallel_size": 8}
+    assert found(release, "V1", "mla", **dcp) == {"dcp-later-drafts": False}
+    refused = release in releases("0.15.1", "0.28.0")
+    assert found(release, "V2", "mla", **dcp) == ({"dcp-v2": True} if refused else {})
+    for runner in ("V1", "V2"):
+        assert found(release, runner, "mla", **dcp, num_speculative_tokens=1) == {}
+
+
+BACKENDS = {
+    # runner, first and last release: with the server's forced, with the drafter's own as well.
+    ("V1", "0.15.1", "0.20.2"): ("refused", "refused"),
+    ("V1", "0.21.0", "0.33.0"): ("", ""),
+    ("V2", "0.15.1", "0.29.0"): ("refused", "refused"),
+    ("V2", "0.30.0", "0.33.0"): ("refused", ""),
+}
+
+
+@pytest.mark.parametrize(("where", "expected"), BACKENDS.items(), ids=str)
+@pytest.mark.parametrize(
+    ("attention", "wrong", "right"),
+    [("llama", "TRITON_MLA", "FLASH_ATTN"), ("mla", "FLASH_ATTN", "FLASHMLA")],
+)
+def test_a_back_end_of_the_other_kind(
+    where: tuple[Runner, str, str],
+    expected: tuple[str, str],
+    attention: Attention,
+    wrong: str,
+    right: str,
+) -> None:
+    runner, *span = where
+    refused = {"draft-backend": True}
+    for release in releases(*span):
+        alone = found(release, runner, attention, attention_backend=wrong)
+        assert alone == (refused if expected[0] else {}), release
+        settings = {"attention_backend": wrong, "draft_attention_backend": right}
+        assert found(release, runner, attention, **settings) == (refused if expected[1] else {})
+        assert found(release, runner, attention, attention_backend=right) == {}
+
+
+@pytest.mark.parametrize("release", releases("0.21.0", "0.33.0"))
+def test_the_drafters_own_back_end(release: str) -> None:
+    own = {"draft_attention_backend": "TRITON_MLA"}
+    assert found(release, "V1", "llama", **own) == {"draft-backend": True}
+    ignored = release in releases("0.21.0", "0.29.0")
+    assert found(release, "V2", "llama", **own) == (
+        {"draft-backend-ignored": False} if ignored else {"draft-backend": True}
+    )
+    assert found(release, "V2", "mla", **own) == (
+        {"draft-backend-ignored": False} if ignored else {}
+    )
+
+
+@pytest.mark.parametrize(
+    ("version", "runner", "fix"),
+    [
+        ("0.20.2", "V1", "or vLLM 0.21 or later"),
+        ("0.17.1", "V2", "or vLLM 0.21 or later"),
+        ("0.29.0", "V2", "VLLM_USE_V2_MODEL_RUNNER=0"),
+        ("0.33.0", "V2", '"attention_backend": "FLASH_ATTN"'),
+    ],
+)
+def test_the_fix_is_one_that_the_release_has(version: str, runner: Runner, fix: str) -> None:
+    (limit,) = limits(run(version, runner, "llama", attention_backend="TRITON_MLA"))
+    assert fix in limit.text
+    assert "TRITON_MLA" in limit.text
+
+
+@pytest.mark.parametrize("release", SUPPORTED)
+@pytest.mark.parametrize("runner", ["V1", "V2"])
+def test_draft_tensor_parallel_size_is_said_to_do_nothing(release: str, runner: Runner) -> None:
+    for size in (1, 4):
+        assert found(release, runner, "llama", draft_tensor_parallel_size=size) == {
+            "draft-tensor-parallel": False
+        }
+
+
+def test_an_unknown_version_is_a_new_one() -> None:
+    assert found(None, "V1", "llama", attention_backend="TRITON_MLA") == {}
+    assert found(None, "V2", "mla", decode_context_parallel_size=8) == {}
+    # A development version is of the release that it leads to.
+    assert found("0.21.0.dev3+gabc", "V1", "llama", attention_backend="TRITON_MLA") == {}
+
+
+SIZES = st.integers(-1, 16)
+NAMES = st.none() | st.sampled_from(["FLASH_ATTN", "TRITON_MLA", "FLASHMLA", "", "no name"])
+
+
+@given(
+    st.builds(
+        Run,
+        version=st.none() | st.sampled_from([Version(release) for release in SUPPORTED]),
+        runner=st.sampled_from(["V1", "V2"]),
+        drafter_attention=st.sampled_from(["llama", "mla"]),
+        tensor_parallel_size=SIZES,
+        pipeline_parallel_size=SIZES,
+        decode_context_parallel_size=SIZES,
+        attention_backend=NAMES,
+        draft_attention_backend=NAMES,
+        draft_tensor_parallel_size=st.none() | SIZES,
+        num_speculative_tokens=st.none() | SIZES,
+        drafter_kv_heads=st.none() | SIZES,
+        aux_layers=st.none() | st.tuples(SIZES, SIZES),
+        last_rank_start=st.none() | SIZES,
+    )
+)
+def test_any_run_gives_lines(any_run: Run) -> None:
+    first = limits(any_run)
+    assert first == limits(replace(any_run))
+    assert all(isinstance(limit, Limit) and "\n" not in limit.text for limit in first)
+    assert len({limit.id for limit in first}) == len(first)
+    assert [limit.refused for limit in first] == sorted((li.refused for li in first), reverse=True)
+
+
+class Backend(Enum):
+    """As AttentionBackendEnum: a member's value is a class's path."""
+
+    TRITON_MLA = "vllm.v1.attention.backends.mla.triton_mla.TritonMLABackend"
+    FLASH_ATTN = "vllm.v1.attention.backends.flash_attn.FlashAttentionBackend"
+
+
+def vllm_config(**changes: Any) -> SimpleNamespace:
+    """What a VllmConfig of 0.15 has of what is read; ``changes`` by dotted name with ``__``."""
+    text = SimpleNamespace(num_hidden_layers=61)
+    hf_config = SimpleNamespace(num_attention_heads=64, num_key_value_heads=64)
+    config = SimpleNamespace(
+        model_config=SimpleNamespace(hf_text_config=text),
+        parallel_config=SimpleNamespace(
+            tensor_parallel_size=8, pipeline_parallel_size=1, decode_context_parallel_size=1
+        ),
+        attention_config=SimpleNamespace(backend=None),
+        device_config=SimpleNamespace(device_type="cuda"),
+        speculative_config=SimpleNamespace(
+            num_speculative_tokens=3,
+            draft_tensor_parallel_size=8,
+            draft_model_config=SimpleNamespace(
+                architectures=["Eagle3LlamaForCausalLM"], hf_config=hf_config
+            ),
+        ),
+    )
+    for name, value in changes.items():
+        *path, last = name.split("__")
+        owner: Any = config
+        for part in path:
+            owner = getattr(owner, part)
+        setattr(owner, last, value)
+    return config
+
+
+@pytest.fixture(autouse=True)
+def environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("VLLM_USE_V2_MODEL_RUNNER", raising=False)
+    monkeypatch.delenv("VLLM_PP_LAYER_PARTITION", raising=False)
+
+
+def test_a_run_of_each_era(monkeypatch: pytest.MonkeyPatch) -> None:
+    old = run_of(vllm_config(attention_config__backend=Backend.TRITON_MLA), Version("0.15.1"))
+    assert old == run(
+        "0.15.1",
+        "V1",
+        "llama",
+        attention_backend="TRITON_MLA",
+        drafter_kv_heads=64,
+        aux_layers=(2, 30, 58),
+        last_rank_start=0,
+    )
+    # From 0.21 the drafter can have its own; from 0.22 the configuration knows the runner.
+    newer = vllm_config(
+        speculative_config__attention_backend=Backend.FLASH_ATTN,
+        speculative_config__draft_model_config__architectures=["Eagle3DeepseekV2ForCausalLM"],
+        speculative_config__draft_tensor_parallel_size=1,
+        parallel_config__decode_context_parallel_size=4,
+        use_v2_model_runner=True,
+    )
+    read = run_of(newer, Version("0.28.0"))
+    assert (read.runner, read.drafter_attention) == ("V2", "mla")
+    assert (read.draft_attention_backend, read.decode_context_parallel_size) == ("FLASH_ATTN", 4)
+    assert read.draft_tensor_parallel_size == 1
+    # Before that, the environment.
+    assert run_of(vllm_config(), Version("0.21.0")).runner == "V1"
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
+    assert run_of(vllm_config(), Version("0.21.0")).runner == "V2"
+    assert run_of(vllm_config(use_v2_model_runner=False), Version("0.29.0")).runner == "V1"
+
+
+def test_pipeline_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = vllm_config(parallel_config__pipeline_parallel_size=4, use_v2_model_runner=False)
+    draft = config.speculative_config.draft_model_config
+    assert run_of(config, Version("0.31.0")).last_rank_start == 46
+    draft.hf_config.eagle_config = {"eagle_aux_hidden_state_layer_ids": [1, 29, 57]}
+    assert run_of(config, Version("0.31.0")).aux_layers == (1, 29, 57)
+    draft.hf_config.eagle_aux_hidden_state_layer_ids = [50, 55, 60]
+    read = run_of(config, Version("0.31.0"))
+    assert read.aux_layers == (50, 55, 60)
+    assert limits(read) == []
+    monkeypatch.setenv("VLLM_PP_LAYER_PARTITION", "20,20,20,1")
+    read = run_of(config, Version("0.31.0"))
+    assert read.last_rank_start == 60
+    assert [limit.id for limit in limits(read)] == ["pipeline-parallel"]
+
+
+def test_a_forced_back_end_is_ignored_on_the_cpu() -> None:
+    config = vllm_config(
+        attention_config__backend=Backend.TRITON_MLA, device_config__device_type="cpu"
+    )
+    assert limits(run_of(config, Version("0.17.1"))) == []
+
+
+def test_a_configuration_that_lacks_everything() -> None:
+    bare = SimpleNamespace(parallel_config=SimpleNamespace(), speculative_config=SimpleNamespace())
+    assert run_of(bare, Version("0.33.0")) == Run(Version("0.33.0"), "V2", "llama")
