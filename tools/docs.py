@@ -21,7 +21,7 @@ from vllm_kimi_eagle3.patches import PATCHES  # noqa: E402
 from vllm_kimi_eagle3.patches.base import Patch  # noqa: E402
 
 # The hosts that `nox -s hosts` installs and runs the tiny pair on, end to end.
-END_TO_END = ("0.15.1", "0.16.0", "0.17.1", "0.20.2", "0.26.0", "0.32.0")
+END_TO_END = ("0.15.1", "0.16.0", "0.17.1", "0.20.2", "0.22.1", "0.26.0", "0.32.0")
 # The hosts that tests/gpu ran on; the rows are in benchmarks/results/backport_gpu.jsonl.
 ON_GPU = {"0.17.1": "H200"}
 

@@ -21,6 +21,8 @@ from importlib import resources
 from pathlib import Path
 from typing import Literal
 
+from packaging.version import Version
+
 Match = Literal["body", "signature", "present"]
 
 
@@ -32,10 +34,25 @@ class Symbol:
         target: ``"module:Qualified.name"``; a class, function, or module-level assignment.
         match: how much of it must be as known: its ``body`` (we repeat or edit it), its
             ``signature`` (we call or wrap it), or that it is ``present``.
+        since: the first release that has it; None if all that the patch is for have it.
+        before: the first release that no longer has it; None if all later ones have it.
     """
 
     target: str
     match: Match = "signature"
+    since: str | None = None
+    before: str | None = None
+
+    def expected_in(self, version: Version | None) -> bool:
+        """True if a vLLM of this version must have the symbol."""
+        if self.since is None and self.before is None:
+            return True
+        if version is None:
+            return False
+        base = Version(version.base_version)
+        return (self.since is None or base >= Version(self.since)) and (
+            self.before is None or base < Version(self.before)
+        )
 
 
 @dataclass(frozen=True)

@@ -75,7 +75,7 @@ def _register(settings: Settings, logger: logging.Logger) -> None:
         )
     if problems and first:
         logger.warning(
-            "vllm-kimi-eagle3 on %s: %s. EAGLE-3 for Kimi may not start here; "
+            "vllm-kimi-eagle3 on %s: %s. Kimi with EAGLE-3 may not start here, or not be right; "
             "`vllm-kimi-eagle3 status` says more.",
             host.label,
             "; ".join(problems),

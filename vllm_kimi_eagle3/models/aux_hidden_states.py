@@ -19,7 +19,7 @@ from vllm.model_executor.models import deepseek_v2
 from vllm.model_executor.models.interfaces import SupportsEagle3
 from vllm.sequence import IntermediateTensors
 
-from vllm_kimi_eagle3.checkpoint.drafter import nested_aux_layers
+from vllm_kimi_eagle3.checkpoint.aux_layers import default_layers
 from vllm_kimi_eagle3.log import get_logger
 
 logger = get_logger(__name__)
@@ -88,13 +88,6 @@ class DeepseekV2Model(deepseek_v2.DeepseekV2Model):
         if wanted:
             return hidden_states, [captured[index] for index in wanted]
         return hidden_states
-
-    @property
-    def drafter_config(self) -> Any:
-        """The drafter's Transformers config; None without a drafter."""
-        speculative_config = self._keyed_configs[0].speculative_config
-        draft_model_config = getattr(speculative_config, "draft_model_config", None)
-        return getattr(draft_model_config, "hf_config", None)
 
     def choose_aux_hidden_state_layers(self, layers: Sequence[int]) -> None:
         """Return the hidden states at ``layers`` from now on, in that order.
@@ -173,14 +166,8 @@ class Eagle3Target(SupportsEagle3):
         self._decoder().choose_aux_hidden_state_layers(layers)
 
     def get_eagle3_aux_hidden_state_layers(self) -> tuple[int, ...]:
-        """The layers to use where the drafter's config names none at its top level.
-
-        Those that its ``eagle_config`` names, which these releases do not read; else
-        ``(2, n // 2, n - 3)``, as vLLM has it for every target from 0.18 on.
-        """
-        decoder = self._decoder()
-        count = decoder.config.num_hidden_layers
-        return nested_aux_layers(decoder.drafter_config, count) or (2, count // 2, count - 3)
+        """vLLM's default layers, used where the drafter's config names none at its top level."""
+        return default_layers(self._decoder().config.num_hidden_layers)
 
     def get_eagle3_default_aux_hidden_state_layers(self) -> tuple[int, ...]:
         """The same, under the name that vLLM asks for from 0.18 on."""

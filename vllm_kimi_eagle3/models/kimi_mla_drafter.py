@@ -36,10 +36,7 @@ from vllm.model_executor.models.deepseek_v2 import DeepseekV2MLAAttention, Deeps
 from vllm.model_executor.models.llama_eagle3 import Eagle3LlamaForCausalLM
 from vllm.model_executor.models.utils import get_draft_quant_config, maybe_prefix
 
-from vllm_kimi_eagle3.checkpoint.drafter import AUX_LAYERS_KEY, nested_aux_layers
-
-# The number of hidden states that a drafter combines where its config names no layers.
-_DEFAULT_AUX_COUNT = 3
+from vllm_kimi_eagle3.checkpoint.aux_layers import DEFAULT_COUNT
 
 
 class _TwiceWideAttention(DeepseekV2MLAAttention):
@@ -147,9 +144,6 @@ class DeepseekV2Eagle3DecoderLayer(nn.Module):
 class DeepseekV2Eagle3Model(nn.Module):
     """Embedding, combination of the auxiliary hidden states, the decoder layer, final norm."""
 
-    # Read by the Llama drafter's methods.
-    use_aux_hidden_state = True
-
     def __init__(
         self, *, vllm_config: VllmConfig, start_layer_id: int = 0, prefix: str = ""
     ) -> None:
@@ -160,8 +154,6 @@ class DeepseekV2Eagle3Model(nn.Module):
                 f"the drafter's config.json has num_hidden_layers {config.num_hidden_layers}; an "
                 "EAGLE-3 drafter with MLA attention has 1"
             )
-        target_layers = vllm_config.model_config.get_total_num_hidden_layers()
-        ids = getattr(config, AUX_LAYERS_KEY, None) or nested_aux_layers(config, target_layers)
         self.embed_tokens = VocabParallelEmbedding(
             config.vocab_size, config.hidden_size, prefix=maybe_prefix(prefix, "embed_tokens")
         )
@@ -175,9 +167,16 @@ class DeepseekV2Eagle3Model(nn.Module):
                 )
             ]
         )
+        # Read by the Llama drafter's methods. Without, the target's final hidden state is taken.
+        self.use_aux_hidden_state = (getattr(config, "eagle_config", None) or {}).get(
+            "use_aux_hidden_state", True
+        )
+        self.norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        if not self.use_aux_hidden_state:
+            return
         self.fc = ReplicatedLinear(
             input_size=getattr(config, "target_hidden_size", config.hidden_size)
-            * (len(ids) if ids else _DEFAULT_AUX_COUNT),
+            * (getattr(config, "num_aux_hidden_states", None) or DEFAULT_COUNT),
             output_size=config.hidden_size,
             bias=False,
             params_dtype=vllm_config.model_config.dtype,
@@ -185,7 +184,6 @@ class DeepseekV2Eagle3Model(nn.Module):
             prefix=maybe_prefix(prefix, "fc"),
             return_bias=False,
         )
-        self.norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
 
     def embed_input_ids(self, input_ids: torch.Tensor) -> torch.Tensor:
         """Embed token ids ``[num_tokens]`` to ``[num_tokens, hidden_size]``."""
@@ -249,8 +247,7 @@ class DeepseekV2Eagle3Model(nn.Module):
             if name not in parameters:
                 raise ValueError(
                     f"the drafter's checkpoint holds {checkpoint_name!r}, which this class has no "
-                    "place for: it is a plain EAGLE-3 drafter with MLA attention. Drafters with "
-                    "fc_norm (EAGLE-3.1) need vLLM 0.23 or newer"
+                    "place for"
                 )
             parameter = parameters[name]
             load = getattr(parameter, "weight_loader", default_weight_loader)

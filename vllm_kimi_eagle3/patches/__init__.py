@@ -15,14 +15,29 @@ from vllm_kimi_eagle3.host import Host
 from vllm_kimi_eagle3.settings import Settings
 
 from . import (
+    aux_edges,
+    aux_layers,
     bare_language_model,
+    cannot_work,
+    draft_vocabulary,
     drafter_folder,
+    drafter_length,
+    drafter_positions,
+    drafter_rope,
+    drafter_tensors,
+    eagle31_drafter,
     extract_text_config,
+    head_sharing,
     image_token,
+    image_token_saved_again,
     kimi_k2_config,
     mla_drafter,
+    mla_rope,
     target_interface,
+    tool_parser,
+    v2_without_aux,
     whitelist,
+    yarn_magnitude,
 )
 from .base import Action, Patch, Undo, decide
 
@@ -35,6 +50,21 @@ PATCHES: tuple[Patch, ...] = (
     drafter_folder.PATCH,
     extract_text_config.PATCH,
     whitelist.PATCH,
+    aux_layers.PATCH,
+    drafter_rope.PATCH,
+    mla_rope.PATCH,
+    yarn_magnitude.PATCH,
+    drafter_tensors.PATCH,
+    draft_vocabulary.PATCH,
+    head_sharing.PATCH,
+    eagle31_drafter.PATCH,
+    aux_edges.PATCH,
+    drafter_length.PATCH,
+    drafter_positions.PATCH,
+    v2_without_aux.PATCH,
+    image_token_saved_again.PATCH,
+    cannot_work.PATCH,
+    tool_parser.PATCH,
 )
 """Every patch, in the order of application: a patch comes after those it needs."""
 

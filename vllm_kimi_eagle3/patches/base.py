@@ -108,7 +108,7 @@ def decide(patch: Patch, host: Host, sources: Sources) -> Decision:
     if not patch.open_in(sources):
         return Decision(Action.NOT_NEEDED, f"the source of {host.label} does not have the gap")
     for symbol in patch.symbols:
-        if (problem := _mismatch(symbol, patch, sources)) is not None:
+        if (problem := _mismatch(symbol, patch, host, sources)) is not None:
             return Decision(Action.STAND_DOWN, f"{problem} in {host.label}")
     if host.supported:
         return Decision(Action.APPLY, f"vLLM {host.version_text} has the gap")
@@ -154,8 +154,10 @@ def wrapped_by(patch_id: str, method: Any) -> bool:
     return getattr(method, "__vllm_kimi_eagle3__", None) == patch_id
 
 
-def _mismatch(symbol: Symbol, patch: Patch, sources: Sources) -> str | None:
+def _mismatch(symbol: Symbol, patch: Patch, host: Host, sources: Sources) -> str | None:
     shape = sources.shape(symbol.target)
+    if shape is None and not symbol.expected_in(host.version):
+        return None
     if shape is None:
         return f"{symbol.target} does not exist"
     known = (known_shapes()[release].get(symbol.target) for release in patch.releases)

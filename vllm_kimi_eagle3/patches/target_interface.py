@@ -14,9 +14,11 @@ from vllm_kimi_eagle3.checkpoint.target import (
 )
 from vllm_kimi_eagle3.contract import Sources, Symbol
 
-from .base import Patch, Undo, wrap_method, wrapped_by
+from . import hooks
+from .base import Patch, Undo
 
-_TARGET = "vllm.model_executor.models.registry:_ModelRegistry.resolve_model_cls"
+_ID = "target-interface"
+_TARGET = hooks.RESOLVE_SYMBOL.target
 _DEEPSEEK = "vllm.model_executor.models.deepseek_v2"
 _KIMI = f"vllm.model_executor.models.kimi_k25:{MULTIMODAL_ARCHITECTURE}"
 
@@ -74,26 +76,20 @@ def _open_in(sources: Sources) -> bool:
     return any("SupportsEagle3" not in shape.signature for shape in (kimi, text))
 
 
+def _route(stock: type, architecture: str, model_config: Any) -> type:
+    return kimi_class(stock, architecture, model_config.hf_config)
+
+
 def _install() -> Undo:
-    from vllm.model_executor.models.registry import _ModelRegistry
-
-    stock = vars(_ModelRegistry)["resolve_model_cls"]
-
-    def resolve_model_cls(self: Any, architectures: Any, model_config: Any) -> tuple[type, str]:
-        cls, architecture = stock(self, architectures, model_config)
-        return kimi_class(cls, architecture, model_config.hf_config), architecture
-
-    return wrap_method(_ModelRegistry, "resolve_model_cls", resolve_model_cls, "target-interface")
+    return hooks.on_resolve(_ID, _route)
 
 
 def _verify() -> bool:
-    from vllm.model_executor.models.registry import ModelRegistry
-
-    return wrapped_by("target-interface", type(ModelRegistry).resolve_model_cls)
+    return hooks.resolve_step_in_place(_ID)
 
 
 PATCH = Patch(
-    id="target-interface",
+    id=_ID,
     gap="KimiK25ForConditionalGeneration and DeepseekV3ForCausalLM do not hand out hidden states "
     "of inner layers: 'Model does not support EAGLE3 interface', after the load.",
     target=_TARGET,
@@ -108,7 +104,7 @@ PATCH = Patch(
     ),
     goes="with support for vLLM 0.17",
     symbols=(
-        Symbol(_TARGET),
+        hooks.RESOLVE_SYMBOL,
         Symbol(f"{_DEEPSEEK}:DeepseekV2Model.forward", "body"),
         Symbol(f"{_DEEPSEEK}:DeepseekV2DecoderLayer.forward"),
         Symbol(f"{_DEEPSEEK}:DeepseekV2ForCausalLM", "signature"),

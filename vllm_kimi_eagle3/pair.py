@@ -1,0 +1,142 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The Kimi target and the EAGLE-3 drafter that a server was asked to run, resolved once.
+
+Made in the process that reads the command line, from the drafter's folder and vLLM's config. What
+the patches decide from it travels to the workers on the drafter's Transformers config, under
+:data:`KEY`, because that is what vLLM pickles anyway.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from .checkpoint.drafter import Drafter, TargetShape, read_drafter
+from .checkpoint.errors import CheckpointError
+from .checkpoint.folder import local_folder, read_config
+from .checkpoint.target import is_kimi_target
+from .checkpoint.tensors import TensorInfo, read_tensors
+
+KEY = "kimi_eagle3"
+"""The attribute of the drafter's config that holds the decisions, and the key of the user's own
+settings in ``--additional-config``."""
+
+AUX_LAYERS_SETTING = "aux_hidden_state_layers"
+_SETTINGS = frozenset({AUX_LAYERS_SETTING})
+
+
+@dataclass
+class Pair:
+    """A target and its drafter.
+
+    Attributes:
+        drafter: the drafter's facts.
+        target: the target's shape.
+        model: the drafter as the user named it.
+        draft_config: the drafter's Transformers config, which vLLM's classes read.
+        target_folder: where the target's checkpoint is; None if not on this machine.
+        tensors: the drafter's tensors; None if not on this machine.
+        decisions: what the workers have to know; plain values only.
+        notes: what was decided beside the drafter's facts, for the log line.
+    """
+
+    drafter: Drafter
+    target: TargetShape
+    model: str
+    draft_config: Any
+    target_folder: Path | None
+    tensors: Mapping[str, TensorInfo] | None
+    decisions: dict[str, Any] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+
+    def keep(self) -> None:
+        """Put the decisions where the workers find them; after this the pair is not made again."""
+        setattr(self.draft_config, KEY, self.decisions)
+
+    def __str__(self) -> str:
+        return "; ".join([f"EAGLE-3 drafter {self.model}: {self.drafter}", *self.notes])
+
+
+def decisions_of(hf_config: Any) -> Mapping[str, Any] | None:
+    """What was decided for a drafter, from its Transformers config; None for any other model."""
+    decisions = getattr(hf_config, KEY, None)
+    return decisions if isinstance(decisions, Mapping) else None
+
+
+def pair_of(vllm_config: Any) -> Pair | None:
+    """The pair of a server, or None if it is not a Kimi target with an EAGLE-3 drafter, if the
+    drafter is of another family, or if the pair was made before.
+
+    Args:
+        vllm_config: vLLM's ``VllmConfig``.
+
+    Raises:
+        ValueError: the pair cannot work; the message is for the user.
+    """
+    speculative = getattr(vllm_config, "speculative_config", None)
+    if getattr(speculative, "method", None) != "eagle3":
+        return None
+    model_config = getattr(speculative, "target_model_config", None) or vllm_config.model_config
+    draft_model_config = getattr(speculative, "draft_model_config", None)
+    draft_config = getattr(draft_model_config, "hf_config", None)
+    if (
+        draft_model_config is None
+        or draft_config is None
+        or not is_kimi_target(getattr(model_config, "hf_config", None))
+    ):
+        return None
+    if decisions_of(draft_config) is not None:
+        return None
+    chosen = _settings(vllm_config).get(AUX_LAYERS_SETTING)
+    model = draft_model_config.model
+    folder = local_folder(model, draft_model_config.revision)
+    target = _shape(model_config)
+    try:
+        config = draft_config.to_dict() if folder is None else read_config(folder)
+        tensors = None if folder is None else read_tensors(folder)
+        drafter = read_drafter(config, target, tensors, chosen)
+    except CheckpointError as error:
+        raise ValueError(of_model(model, error)) from None
+    if drafter is None:
+        return None
+    return Pair(
+        drafter=drafter,
+        target=target,
+        model=model,
+        draft_config=draft_config,
+        target_folder=local_folder(model_config.model, model_config.revision),
+        tensors=tensors,
+    )
+
+
+def of_model(model: str, error: CheckpointError) -> str:
+    """What is wrong with a drafter, in the user's spelling of where it was named."""
+    return f'--speculative-config, "model": {model!r}: {error}'
+
+
+def _settings(vllm_config: Any) -> Mapping[str, Any]:
+    """The user's own settings, from ``--additional-config``."""
+    additional = getattr(vllm_config, "additional_config", None)
+    settings = additional.get(KEY) if isinstance(additional, Mapping) else None
+    if settings is None:
+        return {}
+    if not isinstance(settings, Mapping):
+        raise ValueError(f'--additional-config, "{KEY}" is {settings!r}; it must be an object')
+    for name in settings:
+        if name not in _SETTINGS:
+            raise ValueError(
+                f'--additional-config, "{KEY}" has no setting {name!r}; there is '
+                f"{', '.join(sorted(_SETTINGS))}"
+            )
+    return settings
+
+
+def _shape(model_config: Any) -> TargetShape:
+    text = model_config.hf_text_config
+    return TargetShape(
+        num_layers=int(text.num_hidden_layers),
+        hidden_size=int(text.hidden_size),
+        vocab_size=int(text.vocab_size),
+    )
