@@ -34,11 +34,10 @@ def attempt(job: dict[str, Any]) -> dict[str, Any]:
         config = EngineArgs(
             model=job["target"],
             dtype="float32",
-            max_model_len=128,
             trust_remote_code=True,
             enforce_eager=True,
             speculative_config=job["speculative"],
-            **job.get("extra", {}),
+            **{"max_model_len": 128, **job.get("extra", {})},
         ).create_engine_config()
     except Exception as error:
         lines = [line.strip() for line in str(error).splitlines()]
@@ -69,10 +68,8 @@ def layer_choices(config: Any) -> dict[str, Any]:
     from vllm_kimi_eagle3.models import aux_hidden_states
     from vllm_kimi_eagle3.models.aux_hidden_states import DeepseekV2Model, Eagle3Target
 
-    draft_config = config.speculative_config.draft_model_config.hf_config
     decoder = SimpleNamespace(
         config=config.model_config.hf_config.text_config,
-        drafter_config=draft_config,
         _keyed_configs=(),
     )
 
@@ -99,12 +96,10 @@ def layer_choices(config: Any) -> dict[str, Any]:
             said[f"{layers} on {pipeline_stages}"] = list(decoder.aux_hidden_state_layers)
         except ValueError as error:
             said[f"{layers} on {pipeline_stages}"] = str(error)
-    for name, nested in (("default", None), ("nested", [3, 5, 6]), ("outputs", [1, 3, 4])):
-        draft_config.eagle_config = {"eagle_aux_hidden_state_layer_ids": nested}
-        said[name] = [
-            list(target.get_eagle3_aux_hidden_state_layers()),
-            list(target.get_eagle3_default_aux_hidden_state_layers()),
-        ]
+    said["default"] = [
+        list(target.get_eagle3_aux_hidden_state_layers()),
+        list(target.get_eagle3_default_aux_hidden_state_layers()),
+    ]
     return said
 
 
@@ -132,7 +127,20 @@ def image_placeholder(config: Any) -> int:
     return config.model_config.hf_config.media_placeholder_token_id
 
 
+def drafter_decisions(config: Any) -> dict[str, Any]:
+    """What the plugin decided, as the workers see it; none for another model's drafter."""
+    draft = config.speculative_config.draft_model_config
+    hf_config = draft.hf_config
+    return {
+        "decisions": getattr(hf_config, "kimi_eagle3", None),
+        "aux_layers": getattr(hf_config, "eagle_aux_hidden_state_layer_ids", None),
+        "max_model_len": draft.max_model_len,
+        "rope_parameters": getattr(hf_config, "rope_parameters", None),
+    }
+
+
 ANSWERS = {
+    "drafter_decisions": drafter_decisions,
     "compile_keys": compile_keys,
     "layer_choices": layer_choices,
     "image_placeholder": image_placeholder,

@@ -34,6 +34,7 @@ V2_RUNNER = {
     "CUDA_VISIBLE_DEVICES": "",
 }
 START_TIMEOUT = 420.0
+JOB_TIMEOUT = 120.0  # For each further job of a process.
 
 
 def host_release() -> str:
@@ -174,9 +175,10 @@ def run_offline(
     jobs: Sequence[Mapping[str, Any]],
     env: Mapping[str, str],
     folder: Path,
-    timeout: float = START_TIMEOUT,
+    timeout: float | None = None,
 ) -> Run:
     """Run jobs one after another in one new process (see `offline.py`) and wait for it."""
+    timeout = timeout or START_TIMEOUT + JOB_TIMEOUT * (len(jobs) - 1)
     folder.mkdir(parents=True, exist_ok=True)
     jobs_path, results_path = folder / "jobs.json", folder / "results.json"
     jobs_path.write_text(json.dumps(list(jobs)))

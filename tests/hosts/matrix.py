@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     import pytest
 
 BACKPORT = ("0.15.1", "0.16.0", "0.17.1")
-NATIVE = ("0.20.2", "0.26.0", "0.32.0")
+NATIVE = ("0.20.2", "0.22.1", "0.26.0", "0.32.0")
 HOSTS = BACKPORT + NATIVE
 
 NO_FAULT = "upstream has EAGLE-3 for Kimi here: there is no fault to show"
@@ -56,10 +56,30 @@ SCENARIOS = {
         "no model class of the plugin is imported",
         {BACKPORT: "the plugin's classes serve Kimi there"},
     ),
-    "mla drafter: the class": Scenario(
-        "the plugin's MLA drafter loads and computes what the reference computes, with the "
-        "attention back-end replaced: these CPU builds have none for MLA",
-        {NATIVE: "the class is upstream's"},
+    "drafters": Scenario(
+        "every drafter variant, Llama and MLA, is built, loaded and run as the reference computes "
+        "it, with attention replaced (CPU builds before 0.28 have none for MLA); without the "
+        "patches the faults of this release show",
+    ),
+    "variants": Scenario(
+        "drafter variants in a real engine: tokens, drafts and accepted tokens per position equal "
+        "the reference's (Llama)",
+    ),
+    "variants: MLA": Scenario(
+        "the same with MLA drafters, and MLA on",
+        {(*BACKPORT, "0.20.2", "0.22.1", "0.26.0"): NO_CPU_MLA},
+    ),
+    "variants: V2 runner": Scenario(
+        "the same on the V2 runner",
+        {(*BACKPORT, "0.20.2", "0.22.1", "0.26.0"): "Kimi runs on V1 there unless one asks"},
+    ),
+    "refused": Scenario(
+        "what cannot work is refused before anything is loaded, in one line",
+    ),
+    "tool calls": Scenario(
+        "streamed tool calls: stock loses some when a delta has several tokens, the plugin's "
+        "parser none, also through the server's own generator",
+        {NATIVE: "upstream's parser reads the text there, as the plugin's does"},
     ),
     "faults": Scenario(
         "stock refuses Kimi-K2.5 + EAGLE-3 three times in a row, by its own code",
@@ -81,17 +101,41 @@ SCENARIOS = {
         "accepted tokens per position equal its counts (Llama drafter, k=3, float32, eager)"
     ),
     "mla drafter": Scenario(
-        "the same with the MLA drafter, and MLA on", {(*BACKPORT, "0.20.2", "0.26.0"): NO_CPU_MLA}
+        "the same with the MLA drafter, and MLA on",
+        {(*BACKPORT, "0.20.2", "0.22.1", "0.26.0"): NO_CPU_MLA},
     ),
     "v2 runner": Scenario(
         "the same on the V2 runner",
         {
-            (*BACKPORT, "0.20.2", "0.26.0"): "Kimi runs on V1 there unless one asks otherwise",
+            (
+                *BACKPORT,
+                "0.20.2",
+                "0.22.1",
+                "0.26.0",
+            ): "Kimi runs on V1 there unless one asks otherwise",
         },
+    ),
+    "lengths": Scenario(
+        "a request longer than the drafter's rope reaches stops drafting, alone, with synchronous "
+        "and asynchronous scheduling; where the rope goes on, none stops"
+    ),
+    "lengths: v2 runner": Scenario(
+        "the same on the V2 runner",
+        {
+            (
+                *BACKPORT,
+                "0.20.2",
+                "0.22.1",
+                "0.26.0",
+            ): "Kimi runs on V1 there unless one asks otherwise",
+        },
+    ),
+    "lengths: stock": Scenario(
+        "stock stops drafting for the whole batch: the plugin's patch is left out",
     ),
     "shifted aux layers": Scenario(
         "one layer off is noticed: the test of the parity test",
-        {("0.16.0", "0.26.0"): "the same code path as on 0.17.1 and 0.20.2"},
+        {("0.16.0", "0.22.1", "0.26.0"): "the same code path as on 0.17.1 and 0.20.2"},
     ),
     "shared head": Scenario(
         "a drafter without a head of its own has the target's",

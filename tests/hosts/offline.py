@@ -43,6 +43,8 @@ def main(jobs_path: str, results_path: str) -> None:
     for job in json.loads(Path(jobs_path).read_text()):
         results.append(run(job))
         Path(results_path).write_text(json.dumps(results))
+        if os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING") == "0":
+            clean_up()
 
 
 def run(job: dict[str, Any]) -> dict[str, Any]:
