@@ -21,7 +21,15 @@ from typing import Any
 import pytest
 import torch
 
-from tests.assets.variants import copy_drafter, expected_run, load_expected, load_prompts
+from tests.assets.variants import (
+    copy_drafter,
+    expected_run,
+    expected_variant,
+    load_expected,
+    load_prompts,
+    write_variant,
+    wrong_variant,
+)
 from tests.hosts.harness import LLAMA_DRAFTER, MLA_DRAFTER, TARGET, Run, run_offline
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -88,7 +96,10 @@ def assert_same_or_tied(tokens: list[list[int]], others: list[list[int]]) -> Non
 
 
 def assert_counts(run: Run, drafter: Path, aux_layer_ids: tuple[int, ...] = (2, 4, 5)) -> None:
-    wanted = expected_run(drafter.name, 3, aux_layer_ids)["num_drafts"]
+    assert_drafts(run, expected_run(drafter.name, 3, aux_layer_ids)["num_drafts"])
+
+
+def assert_drafts(run: Run, wanted: int) -> None:
     assert abs(run.counts["num_drafts"] - wanted) <= TOLERANCE * wanted, (run.counts, wanted)
 
 
@@ -120,7 +131,9 @@ def test_another_choice_of_layers_is_not_served_from_the_cache(
     counts = []
     for name, layers in (("first", (2, 4, 5)), ("second", (3, 5, 6))):
         changed = {"eagle_aux_hidden_state_layer_ids": list(layers)}
-        drafter = copy_drafter(LLAMA_DRAFTER, tmp_path / name / "drafter", changed)
+        drafter = copy_drafter(
+            LLAMA_DRAFTER, tmp_path / name / "drafter", changed, remove=["eagle_config"]
+        )
         run = engine(tmp_path / name, cache, drafter)
         assert_same_or_tied(run.tokens, without.tokens)
         assert_counts(run, LLAMA_DRAFTER, layers)
@@ -131,10 +144,25 @@ def test_another_choice_of_layers_is_not_served_from_the_cache(
 def test_embedding_and_last_output(tmp_path: Path, cache: Path, without: Run) -> None:
     layers = (0, 4, 8)
     changed = {"eagle_aux_hidden_state_layer_ids": list(layers)}
-    drafter = copy_drafter(LLAMA_DRAFTER, tmp_path / "drafter", changed)
+    drafter = copy_drafter(LLAMA_DRAFTER, tmp_path / "drafter", changed, remove=["eagle_config"])
     run = engine(tmp_path, cache, drafter)
     assert_same_or_tied(run.tokens, without.tokens)
     assert_counts(run, LLAMA_DRAFTER, layers)
+
+
+# What the plugin completes or puts right outside the compiled decoder, with a drafter of each kind.
+VARIANTS = ("mla-eagle31-nested", "mla-norm-before-fc", "llama-eagle31", "llama-four-aux-top")
+VARIANTS += ("mla-no-head", "llama-yarn", "mla-plain-rope-5x")
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_drafter_variants(tmp_path: Path, cache: Path, without: Run, name: str) -> None:
+    run = engine(tmp_path, cache, write_variant(name, tmp_path / name))
+    wanted = expected_variant(name)["num_drafts"]
+    wrong = {way: row["num_drafts"] for way, row in wrong_variant(name).items()}
+    print(name, run.counts, "reference:", wanted, "wrong ways:", wrong)
+    assert_same_or_tied(run.tokens, without.tokens)
+    assert_drafts(run, wanted)
 
 
 def test_training_data_is_the_references_hidden_states(tmp_path: Path, cache: Path) -> None:

@@ -73,18 +73,10 @@ def test_parity_fails_with_shifted_aux_layers(
     tmp_path: Path,
     shifted: tuple[int, ...],
 ) -> None:
-    """The test of the test: one layer off gives the same output, and the counters show it.
-
-    On 0.15 to 0.17 the layers stand in `eagle_config` only, where the plugin reads them.
-    """
+    """The test of the test: one layer off gives the same output, and the counters show it."""
     layers = {"eagle_aux_hidden_state_layer_ids": list(shifted)}
     nested = {"eagle_config": {"use_aux_hidden_state": True, **layers}}
-    drafter = variants.copy_drafter(
-        LLAMA_DRAFTER,
-        tmp_path / "shifted",
-        nested if host in BACKPORT else layers,
-        remove=layers if host in BACKPORT else (),
-    )
+    drafter = variants.copy_drafter(LLAMA_DRAFTER, tmp_path / "shifted", nested)
     run = offline("shifted", drafter=drafter, probe=True)
     with pytest.raises(AssertionError):
         assert_parity(run, expected, expected_counts(LLAMA_DRAFTER))
@@ -92,19 +84,6 @@ def test_parity_fails_with_shifted_aux_layers(
     # The layers are constants in the compiled graph, so its cache has another key.
     keys = [r.worker["decoder_config_hash"] for r in (with_llama, run)]
     assert host not in BACKPORT or keys[0] != keys[1]
-
-
-@scenario("any aux layer")
-def test_embedding_and_last_output_as_aux_layers(
-    offline: Offline, expected: dict[str, Any], tmp_path: Path
-) -> None:
-    """0 is the embedding and num_hidden_layers the last layer's output."""
-    layers = (0, 4, 8)
-    drafter = variants.copy_drafter(
-        LLAMA_DRAFTER, tmp_path / "any", {"eagle_aux_hidden_state_layer_ids": list(layers)}
-    )
-    run = offline("any aux layer", drafter=drafter)
-    assert_parity(run, expected, expected_counts(LLAMA_DRAFTER, aux_layer_ids=layers))
 
 
 @scenario("torch.compile")
