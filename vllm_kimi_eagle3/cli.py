@@ -16,6 +16,7 @@ from typing import Any
 from . import __version__
 from .contract import Sources
 from .host import Host, find_host
+from .pair import met
 from .patches import PATCHES, State, Status, apply
 from .patches.base import Action, decide
 from .plugin import ENTRY_POINT, ENTRY_POINT_GROUP
@@ -88,7 +89,10 @@ def host_status(environ: Mapping[str, str] | None = None) -> HostStatus | None:
     else:
         # vLLM logs to standard output while it is imported, and that is ours.
         with contextlib.redirect_stdout(sys.stderr):
-            statuses = apply(host, Settings.from_environment(environ))
+            settings = Settings.from_environment(environ)
+            apply(host, settings)
+            met()  # As where a Kimi is served: what waits for one is put in place and read back.
+            statuses = apply(host, settings)
     return HostStatus(host, host.runner(environ), not_loaded, statuses)
 
 

@@ -218,7 +218,8 @@ def _attention_backend(run: Run) -> Iterator[Limit]:
     # ("MLA not supported", "non-MLA not supported") in every release.
     backend, own = _drafter_backend(run)
     ignored = run.draft_attention_backend if not own else None
-    if backend is not None and _is_mla(backend) != (run.drafter_attention == "mla"):
+    other = run.drafter_attention != "mla"
+    if backend is not None and _is_mla(backend) is other:
         drafter = "an MLA drafter" if run.drafter_attention == "mla" else "a Llama drafter"
         kind = "is an MLA back-end" if _is_mla(backend) else "is no MLA back-end"
         flag = '"attention_backend" in --speculative-config' if own else "--attention-backend"
@@ -264,9 +265,10 @@ def _backend_fix(run: Run, own: bool) -> str:
     return f"{drop}, or use a drafter with MLA, or vLLM 0.21 or later ({_PULLS}39930)"
 
 
-def _is_mla(backend: str) -> bool:
+def _is_mla(backend: str) -> bool | None:
+    """None where the name does not tell: ``CUSTOM`` is whatever a plugin registered."""
     # So are they named in AttentionBackendEnum of every release.
-    return "MLA" in backend.upper()
+    return None if backend.upper() == "CUSTOM" else "MLA" in backend.upper()
 
 
 def _draft_tensor_parallel(run: Run) -> Iterator[Limit]:

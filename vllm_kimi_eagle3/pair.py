@@ -8,7 +8,7 @@ the patches decide from it travels to the workers on the drafter's Transformers 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,11 +17,14 @@ from .checkpoint.drafter import Drafter, TargetShape, read_drafter
 from .checkpoint.errors import CheckpointError
 from .checkpoint.folder import local_folder, read_config
 from .checkpoint.target import is_kimi_target
-from .checkpoint.tensors import TensorInfo, read_tensors
+from .checkpoint.tensors import TensorInfo, is_complete, read_tensors
 
 KEY = "kimi_eagle3"
 """The attribute of the drafter's config that holds the decisions, and the key of the user's own
 settings in ``--additional-config``."""
+
+# The load formats that read the folder's safetensors files as they are.
+_FROM_THE_FOLDER = frozenset({"auto", "hf", "safetensors", "fastsafetensors"})
 
 AUX_LAYERS_SETTING = "aux_hidden_state_layers"
 _SETTINGS = frozenset({AUX_LAYERS_SETTING})
@@ -53,10 +56,42 @@ class Pair:
 
     def keep(self) -> None:
         """Put the decisions where the workers find them; after this the pair is not made again."""
-        setattr(self.draft_config, KEY, self.decisions)
+        setattr(self.draft_config, KEY, Decisions(self.decisions))
 
     def __str__(self) -> str:
         return "; ".join([f"EAGLE-3 drafter {self.model}: {self.drafter}", *self.notes])
+
+
+class Decisions(dict[str, Any]):
+    """What was decided, as plain values. A process that unpickles them runs a Kimi pair."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _arrived, (dict(self),)
+
+
+def _arrived(values: dict[str, Any]) -> Decisions:
+    met()
+    return Decisions(values)
+
+
+_met = False
+_when_met: list[Callable[[], None]] = []
+
+
+def when_met(act: Callable[[], None]) -> None:
+    """Call ``act`` once a Kimi pair is known to run in this process; at once if it is."""
+    if act not in _when_met:
+        _when_met.append(act)
+    if _met:
+        act()
+
+
+def met() -> None:
+    """A Kimi pair runs in this process."""
+    global _met
+    _met = True
+    for act in _when_met:
+        act()
 
 
 def decisions_of(hf_config: Any) -> Mapping[str, Any] | None:
@@ -95,8 +130,14 @@ def pair_of(vllm_config: Any) -> Pair | None:
     target = _shape(model_config)
     try:
         config = draft_config.to_dict() if folder is None else read_config(folder)
-        tensors = None if folder is None else read_tensors(folder)
-        drafter = read_drafter(config, target, tensors, chosen)
+        tensors = _tensors(folder, model, vllm_config.load_config)
+        drafter = read_drafter(
+            {**config, "quantization_config": _quantization(config, draft_model_config)},
+            target,
+            tensors,
+            chosen,
+            parallel_drafting=bool(getattr(speculative, "parallel_drafting", False)),
+        )
     except CheckpointError as error:
         raise ValueError(of_model(model, error)) from None
     if drafter is None:
@@ -109,6 +150,27 @@ def pair_of(vllm_config: Any) -> Pair | None:
         target_folder=local_folder(model_config.model, model_config.revision),
         tensors=tensors,
     )
+
+
+def _tensors(folder: Path | None, model: str, load_config: Any) -> dict[str, TensorInfo] | None:
+    """The drafter's tensors; None where vLLM takes them from elsewhere, or gets the rest first."""
+    load_format = getattr(load_config, "load_format", "auto")
+    if folder is None or str(getattr(load_format, "value", load_format)) not in _FROM_THE_FOLDER:
+        return None
+    # What the user put into a folder has to be whole; a snapshot in the cache is completed.
+    own = Path(model) == folder and any(folder.glob("*.safetensors"))
+    return read_tensors(folder) if own or is_complete(folder) else None
+
+
+def _quantization(config: Mapping[str, Any], draft_model_config: Any) -> Any:
+    """What is said of the drafter's own quantisation, in config.json, in a file beside it that
+    vLLM reads into its config, or by the user; None if nothing is."""
+    hf_config = draft_model_config.hf_config
+    for key in ("quantization_config", "compression_config"):
+        if found := config.get(key) or getattr(hf_config, key, None):
+            return found
+    method = getattr(draft_model_config, "quantization", None)
+    return None if method is None else {"quant_method": str(method)}
 
 
 def of_model(model: str, error: CheckpointError) -> str:

@@ -53,7 +53,7 @@ CASES: dict[str, Case] = {
     "a missing tensor": (LLAMA_DRAFTER, {}, without("norm.weight"), ("norm.weight",)),
     "no map of a reduced vocabulary": (LLAMA_DRAFTER, {}, without("d2t"), ("d2t",)),
     "a map out of range": (LLAMA_DRAFTER, {}, out_of_range, ("d2t",)),
-    "another target's": (LLAMA_DRAFTER, {"vocab_size": 500}, None, ("vocab_size", "512")),
+    "another target's": (LLAMA_DRAFTER, {"vocab_size": 600}, None, ("vocab_size", "512")),
     "four layers for three": (
         LLAMA_DRAFTER,
         {KEY: [2, 3, 4, 5], "eagle_config": None},

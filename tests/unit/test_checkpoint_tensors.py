@@ -18,6 +18,7 @@ from vllm_kimi_eagle3.checkpoint import tensors as module
 from vllm_kimi_eagle3.checkpoint.errors import CheckpointError
 from vllm_kimi_eagle3.checkpoint.tensors import (
     TensorInfo,
+    is_complete,
     read_header,
     read_integers,
     read_tensors,
@@ -544,3 +545,33 @@ def test_another_shape_or_dtype_is_not_the_same(tmp_path: Path) -> None:
     read = read_header(tmp_path / "x.safetensors")
     assert not same_bytes(read["a"], read["b"])
     assert not same_bytes(read["a"], read["c"])
+
+
+@pytest.mark.parametrize(
+    ("files", "index", "complete"),
+    [
+        (["model.safetensors"], None, True),
+        ([], None, False),
+        ([], ["a.safetensors"], False),
+        (["a.safetensors"], ["a.safetensors", "b.safetensors"], False),
+        (["a.safetensors", "b.safetensors"], ["a.safetensors", "b.safetensors"], True),
+        (["model-00001-of-00002.safetensors"], None, False),
+        (["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"], None, True),
+    ],
+)
+def test_what_a_download_has_brought_so_far(
+    tmp_path: Path, files: list[str], index: list[str] | None, complete: bool
+) -> None:
+    for name in files:
+        (tmp_path / name).touch()
+    if index is not None:
+        weight_map = {f"tensor {i}": name for i, name in enumerate(index)}
+        (tmp_path / INDEX_FILE).write_text(json.dumps({"weight_map": weight_map}))
+    assert is_complete(tmp_path) is complete
+
+
+def test_a_broken_index_is_no_complete_download(tmp_path: Path) -> None:
+    (tmp_path / "a.safetensors").touch()
+    (tmp_path / INDEX_FILE).write_text("{")
+    assert not is_complete(tmp_path)
+    assert not is_complete(tmp_path / "nowhere")

@@ -93,7 +93,7 @@ def edited(config: dict[str, Any], **changes: Any) -> dict[str, Any]:
     [
         ({"hidden_size": 97}, "hidden_size is 97.*hidden states are 96 wide.*another target"),
         ({"target_hidden_size": 7}, "target_hidden_size is 7"),
-        ({"vocab_size": 500}, "vocab_size is 500.*another target"),
+        ({"vocab_size": 600}, "vocab_size is 600.*another target"),
         ({"hidden_size": None}, "hidden_size is missing"),
         ({"intermediate_size": "256"}, "intermediate_size is '256'"),
         ({"num_hidden_layers": 0}, "num_hidden_layers is 0"),

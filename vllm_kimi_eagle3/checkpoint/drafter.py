@@ -19,6 +19,9 @@ from .rope import Rope, read_rope
 
 Attention = Literal["llama", "mla"]
 
+# A drafter may state the target's vocabulary without its padding rows, of which there are fewer.
+_PADDING = 1024
+
 
 @dataclass(frozen=True)
 class TargetShape:
@@ -64,11 +67,6 @@ class Drafter:
     quantization: str | None
     expected: Expected
 
-    @property
-    def aux_count(self) -> int:
-        """How many hidden states ``fc`` joins; 0 without ``fc``."""
-        return 0 if self.aux is None else len(self.aux.captured)
-
     def __str__(self) -> str:
         parts = ["MLA" if self.attention == "mla" else "Llama attention"]
         parts.append(
@@ -106,6 +104,8 @@ def read_drafter(
     target: TargetShape,
     tensors: Mapping[str, TensorLike] | None = None,
     chosen_aux_layers: Sequence[int] | None = None,
+    *,
+    parallel_drafting: bool = False,
 ) -> Drafter | None:
     """A drafter's facts.
 
@@ -115,6 +115,7 @@ def read_drafter(
         tensors: the tensors of its folder, for the number of aux layers; None if they are not on
             this machine.
         chosen_aux_layers: the user's own choice of aux layers.
+        parallel_drafting: it drafts all tokens in one pass.
 
     Returns:
         The facts; None if the architecture is none of those that Kimi drafters have.
@@ -136,7 +137,7 @@ def read_drafter(
             f"{target.hidden_size} wide: the drafter belongs to another target"
         )
     vocab_size = _size(config, "vocab_size")
-    if vocab_size != target.vocab_size:
+    if not 0 <= target.vocab_size - vocab_size <= _PADDING:
         raise CheckpointError(
             f"config.json, vocab_size is {vocab_size}, but this target has {target.vocab_size} "
             "tokens: the drafter belongs to another target"
@@ -176,7 +177,7 @@ def read_drafter(
         mlp_bias=_flag(config, "mlp_bias"),
         num_layers=_size(config, "num_hidden_layers", 1),
         quantized=quantization is not None,
-        parallel_drafting=False,
+        parallel_drafting=parallel_drafting,
         **_attention_sizes(config, attention, hidden_size),
     )
     return Drafter(
@@ -308,8 +309,8 @@ def _quantization(config: Mapping[str, Any]) -> str | None:
 
 def _fc_count(tensors: Mapping[str, TensorLike] | None, target_hidden_size: int) -> int | None:
     fc = None if tensors is None else tensors.get("fc.weight")
-    if fc is None or len(fc.shape) != 2:
-        return None
+    if fc is None or len(fc.shape) != 2 or not fc.dtype.startswith(("BF16", "F16", "F32", "F8_")):
+        return None  # Packed, by a quantisation: the width is not that of the hidden states.
     count, rest = divmod(fc.shape[1], target_hidden_size)
     if rest or not count:
         raise CheckpointError(

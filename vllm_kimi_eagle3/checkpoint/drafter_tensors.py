@@ -62,7 +62,6 @@ _ROTARY = (
 
 _FLOATS = ("BF16", "F16", "F32")
 _D2T_DTYPES = ("I64", "I32")
-_T2D_DTYPES = ("BOOL", "U8", "I64")
 
 _LAYER = re.compile(r"layers\.([0-9]{1,9})\.(.+)")
 
@@ -350,7 +349,6 @@ class _Comparison:
         for name, tensor in self.tensors.items():
             if "t2d" in name:
                 self.unused[name] = "a mask that only training reads"
-                self._check_dtype(name, tensor, _T2D_DTYPES)
             elif any(part in name for part in _ROTARY):
                 self.unused[name] = "follows from the config's rope settings"
             elif "mask_hidden" in name and e.attention == "llama" and not e.parallel_drafting:

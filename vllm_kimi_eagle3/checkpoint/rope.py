@@ -18,6 +18,9 @@ from .errors import CheckpointError, quoted
 # As vLLM's RotaryEmbedding and Transformers have it where a config states none.
 DEFAULT_THETA = 10_000.0
 
+# More than any theta, factor or length.
+_LARGEST = 1e12
+
 YARN_KINDS = frozenset({"yarn", "deepseek_yarn"})
 # Kinds whose frequencies do not depend on the longest position: any position can be computed.
 _FORMULA_KINDS = frozenset({"default", "linear", "llama3"})
@@ -58,6 +61,8 @@ class Rope:
         """
         if not self.yarn:
             return 1.0
+        if self.scaling.get("attention_factor") is not None:
+            return float(self.scaling["attention_factor"])  # As Transformers has it: as stated.
         return yarn_mscale(self.factor, self._number("mscale", 1.0)) / yarn_mscale(
             self.factor, self._number("mscale_all_dim", 0.0)
         )
@@ -163,7 +168,7 @@ def _theta(config: Mapping[str, Any], block: Mapping[str, Any], key: str) -> flo
 
 
 def _positive(value: Any, where: str) -> None:
-    if not _is_number(value) or not value > 0:
+    if not _is_number(value) or not 0 < value < _LARGEST:
         raise CheckpointError(f"{where} is {quoted(value)}; it must be a positive number")
 
 

@@ -24,6 +24,7 @@ from typing import Any, NoReturn
 from vllm_kimi_eagle3.checkpoint.errors import CheckpointError, quoted
 
 INDEX_FILE = "model.safetensors.index.json"
+_ONE_OF_SEVERAL = re.compile(r"-of-0*(\d+)\.safetensors$")
 
 # Bits per element, from ``Dtype::bitsize`` of the safetensors library.
 _BITS = {
@@ -163,6 +164,25 @@ def weight_files(folder: str | Path) -> list[Path]:
         CheckpointError: the folder or its index cannot be read, or the index is wrong.
     """
     return _weight_files(Path(folder))[0]
+
+
+def is_complete(folder: str | Path) -> bool:
+    """True if every safetensors file of a checkpoint seems to be in its folder.
+
+    A snapshot in the Hugging Face cache may hold what was downloaded so far: an index without its
+    files, or the first of several. Whether the files are whole is not looked at.
+    """
+    try:
+        names = {name for name in os.listdir(folder) if name.endswith(".safetensors")}
+    except OSError:
+        return False
+    if os.path.isfile(Path(folder) / INDEX_FILE):
+        try:
+            return names >= set(_weight_map(Path(folder) / INDEX_FILE).values())
+        except CheckpointError:
+            return False
+    parts = [match for name in names if (match := _ONE_OF_SEVERAL.search(name))]
+    return bool(names) and all(len(parts) == int(match[1]) for match in parts)
 
 
 def read_integers(info: TensorInfo) -> list[int]:

@@ -66,8 +66,11 @@ def check_vocabulary(
     if t2d is not None and not set(t2d) <= {0, 1}:
         note = "t2d is no mask of zeros and ones, and was not used to check d2t"
         t2d = None
+    if t2d is not None and len(t2d) != vocab_size:
+        note = f"t2d has {len(t2d)} entries for {vocab_size} tokens, and was not used to check d2t"
+        t2d = None
     if t2d is not None:
-        _check_mask(vocab_size, draft_vocab_size, t2d)
+        _check_mask(draft_vocab_size, t2d)
     if draft_vocab_size == vocab_size:
         return _full(vocab_size, d2t, note)
     if d2t is None:
@@ -118,12 +121,7 @@ def _full(vocab_size: int, d2t: Sequence[int] | None, note: str) -> Vocabulary:
     )
 
 
-def _check_mask(vocab_size: int, draft_vocab_size: int, t2d: Sequence[int]) -> None:
-    if len(t2d) != vocab_size:
-        raise CheckpointError(
-            f"t2d has {len(t2d)} entries, the target's vocabulary {vocab_size}: the drafter was "
-            "made for another target, or another vocab_size"
-        )
+def _check_mask(draft_vocab_size: int, t2d: Sequence[int]) -> None:
     if (marked := sum(t2d)) != draft_vocab_size:
         raise CheckpointError(
             f"t2d marks {marked} tokens, draft_vocab_size is {draft_vocab_size}; correct "

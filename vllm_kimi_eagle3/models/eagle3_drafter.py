@@ -50,7 +50,8 @@ def lacking(stock: Any, decisions: Mapping[str, Any]) -> list[str]:
         missing.append("use_aux_hidden_state: false")
     if expected.aux_count not in (0, 3) and "num_aux_hidden_states" not in decoder:
         missing.append(f"{expected.aux_count} aux layers")
-    if decisions.get("identity_d2t") and "get_vocab_size" in _names(stock.__init__):
+    identity = decisions.get("identity_d2t")
+    if identity == "ids" or (identity and "get_vocab_size" in _names(stock.__init__)):
         missing.append("a d2t that maps every token to itself")
     if not decisions["tensors_checked"]:
         missing.append("a check of the tensors")
@@ -189,9 +190,13 @@ class _Completed:
             seen[name] = _Seen(_DTYPES.get(tensor.dtype, str(tensor.dtype)), tuple(tensor.shape))
             if name in ("d2t", "t2d"):
                 integers[name] = tensor.flatten().tolist()
-                if name == "d2t" and full and not any(integers[name]):
-                    continue  # The identity, which releases from 0.30 on have no parameter for.
+                if name == "d2t" and full and self._is_identity(integers[name]):
+                    continue  # Releases from 0.30 on have no parameter for it.
             yield name, tensor
+
+    @staticmethod
+    def _is_identity(d2t: list[int]) -> bool:
+        return not any(d2t) or d2t == list(range(len(d2t)))
 
     def _account_for(self, seen: dict[str, _Seen], integers: dict[str, list[int]]) -> None:
         expected = self._expected

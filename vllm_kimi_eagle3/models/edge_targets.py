@@ -44,10 +44,13 @@ class _WithEmbedding:
         stock = super().forward  # type: ignore[misc]
         if not self._wants_embedding:
             return stock(input_ids, positions, intermediate_tensors, inputs_embeds, **kwargs)
-        if inputs_embeds is None:
-            inputs_embeds = self.embed_input_ids(input_ids)  # type: ignore[attr-defined]
-        # Before the forward pass, whose layers add into it in place.
-        embedding = inputs_embeds.clone()
+        # Before the forward pass, whose layers add into it in place. Without embeddings given, the
+        # decoder makes its own: CUDA graphs replay the addresses that it was captured with.
+        embedding = (
+            self.embed_input_ids(input_ids)  # type: ignore[attr-defined]
+            if inputs_embeds is None
+            else inputs_embeds.clone()
+        )
         out = stock(input_ids, positions, intermediate_tensors, inputs_embeds, **kwargs)
         hidden_states, aux = out if isinstance(out, tuple) else (out, [])
         return hidden_states, [embedding, *aux]

@@ -9,7 +9,7 @@ from vllm_kimi_eagle3.checkpoint.target import MULTIMODAL_ARCHITECTURE, TEXT_ARC
 from vllm_kimi_eagle3.contract import Sources, Symbol
 
 from . import hooks
-from .base import Patch, Undo
+from .base import Patch, Undo, all_of
 
 _ID = "aux-edges"
 _DEEPSEEK = "vllm.model_executor.models.deepseek_v2"
@@ -63,13 +63,7 @@ def _captures_last_layer() -> bool:
 
 
 def _install() -> Undo:
-    undo = hooks.on_pair(_ID, _decide), hooks.on_resolve(_ID, _route)
-
-    def both() -> None:
-        for one in undo:
-            one()
-
-    return both
+    return all_of([hooks.on_pair(_ID, _decide), hooks.on_resolve(_ID, _route)])
 
 
 def _verify() -> bool:

@@ -9,7 +9,7 @@ is a hint, the upstream source is what counts.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -137,6 +137,17 @@ def set_attribute(owner: Any, name: str, value: object) -> Undo:
             setattr(owner, name, original)
 
     return undo
+
+
+def all_of(undo: Iterable[Undo]) -> Undo:
+    """One that takes all of them back, the last first."""
+    steps = tuple(undo)
+
+    def every() -> None:
+        for one in reversed(steps):
+            one()
+
+    return every
 
 
 def wrap_method(owner: Any, name: str, wrapper: Any, patch_id: str) -> Undo:

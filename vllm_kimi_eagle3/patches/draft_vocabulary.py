@@ -24,14 +24,19 @@ def _decide(vllm_config: Any, pair: Any) -> None:
     pair.draft_config.draft_vocab_size = expected.draft_vocab_size
     if tensors is None:
         return
+    from vllm_kimi_eagle3.checkpoint.errors import CheckpointError
     from vllm_kimi_eagle3.checkpoint.tensors import read_integers
     from vllm_kimi_eagle3.checkpoint.vocabulary import check_vocabulary
 
-    d2t, t2d = (
-        read_integers(tensors[name]) if name in tensors else None for name in ("d2t", "t2d")
-    )
+    d2t = read_integers(tensors["d2t"]) if "d2t" in tensors else None
+    try:
+        t2d = read_integers(tensors["t2d"]) if "t2d" in tensors else None
+    except CheckpointError:
+        t2d = None  # vLLM never reads it, so it need not be integers.
     vocabulary = check_vocabulary(expected.vocab_size, expected.draft_vocab_size, d2t, t2d)
-    pair.decisions["identity_d2t"] = vocabulary.drop_d2t
+    if vocabulary.drop_d2t:
+        # Offsets of zero are what releases before 0.30 load; token ids they would add to.
+        pair.decisions["identity_d2t"] = "ids" if any(d2t or ()) else "offsets"
     if vocabulary.note:
         pair.notes.append(vocabulary.note)
 

@@ -14,7 +14,7 @@ from vllm_kimi_eagle3.contract import Sources, Symbol
 from vllm_kimi_eagle3.pair import decisions_of
 
 from . import hooks
-from .base import Patch, Undo, wrap_method, wrapped_by
+from .base import Patch, Undo, all_of, wrap_method, wrapped_by
 
 _ID = "drafter-length"
 _LIMIT = "position_limit"
@@ -37,7 +37,8 @@ def stop_drafts(scheduler: Any) -> None:
     the drafts themselves, or with async scheduling a placeholder for each. There the tokens in
     flight count as accepted, so such a request may stop up to one step early.
     """
-    speculative = getattr(scheduler.vllm_config, "speculative_config", None)
+    config = getattr(scheduler, "vllm_config", None)
+    speculative = getattr(config, "speculative_config", None)
     draft_model_config = getattr(speculative, "draft_model_config", None)
     limit = position_limit(getattr(draft_model_config, "hf_config", None))
     if limit is None:
@@ -66,7 +67,7 @@ def _open_in(sources: Sources) -> bool:
     return module is not None and "spec_token_ids" in module[0]
 
 
-def _install() -> Undo:
+def _install_late() -> Undo:
     from vllm.v1.core.sched.scheduler import Scheduler
 
     stock = vars(Scheduler)["schedule"]
@@ -75,20 +76,21 @@ def _install() -> Undo:
         stop_drafts(self)
         return stock(self, *args, **kwargs)
 
-    unresolve = hooks.on_resolve(_ID, _resolve)
-    unwrap = wrap_method(Scheduler, "schedule", schedule, _ID)
+    return wrap_method(Scheduler, "schedule", schedule, _ID)
 
-    def undo() -> None:
-        unwrap()
-        unresolve()
 
-    return undo
+def _in_place() -> bool:
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    return wrapped_by(_ID, Scheduler.schedule)
+
+
+def _install() -> Undo:
+    return all_of([hooks.on_resolve(_ID, _resolve), hooks.when_met(_ID, _install_late)])
 
 
 def _verify() -> bool:
-    from vllm.v1.core.sched.scheduler import Scheduler
-
-    return wrapped_by(_ID, Scheduler.schedule) and hooks.resolve_step_in_place(_ID)
+    return hooks.resolve_step_in_place(_ID) and hooks.late_in_place(_ID, _in_place)
 
 
 PATCH = Patch(

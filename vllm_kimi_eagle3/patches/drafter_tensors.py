@@ -21,6 +21,7 @@ def _open_in(sources: Sources) -> bool:
 
 
 def _decide(vllm_config: Any, pair: Any) -> None:
+    pair.decisions["tensors_checked"] = pair.tensors is not None
     if pair.tensors is None:
         pair.notes.append("its tensors are checked when they are loaded")
         return
@@ -28,7 +29,6 @@ def _decide(vllm_config: Any, pair: Any) -> None:
     from vllm_kimi_eagle3.checkpoint.errors import CheckpointError
 
     unused = check_tensors(pair.drafter.expected, pair.tensors)
-    pair.decisions["tensors_checked"] = True
     if unused:
         left_out = ", ".join(f"{name} ({why})" for name, why in sorted(unused.items()))
         pair.notes.append(f"left out: {left_out}")

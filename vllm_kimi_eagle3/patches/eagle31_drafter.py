@@ -9,7 +9,7 @@ from typing import Any
 from vllm_kimi_eagle3.contract import Sources, Symbol
 
 from . import hooks
-from .base import Patch, Undo
+from .base import Patch, Undo, all_of
 
 _ID = "eagle31-drafter"
 _LLAMA = "vllm.model_executor.models.llama_eagle3"
@@ -31,7 +31,7 @@ def _decide(vllm_config: Any, pair: Any) -> None:
         pair.draft_config.eagle_config = nested
     pair.decisions["expected"] = asdict(pair.drafter.expected)
     pair.decisions["norm_output"] = pair.drafter.norm_output
-    pair.decisions.setdefault("tensors_checked", False)
+    pair.decisions.setdefault("tensors_checked", True)
 
 
 def _route(stock: type, architecture: str, model_config: Any) -> type:
@@ -57,13 +57,7 @@ def _route(stock: type, architecture: str, model_config: Any) -> type:
 
 
 def _install() -> Undo:
-    undo = hooks.on_pair(_ID, _decide), hooks.on_resolve(_ID, _route)
-
-    def both() -> None:
-        for one in undo:
-            one()
-
-    return both
+    return all_of([hooks.on_pair(_ID, _decide), hooks.on_resolve(_ID, _route)])
 
 
 def _verify() -> bool:

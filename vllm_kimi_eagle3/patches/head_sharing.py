@@ -8,7 +8,7 @@ from typing import Any
 from vllm_kimi_eagle3.contract import Sources, Symbol
 
 from . import hooks
-from .base import Patch, Undo, wrap_method, wrapped_by
+from .base import Patch, Undo, all_of, wrap_method, wrapped_by
 
 _ID = "head-sharing"
 _SHARE = ("_maybe_share_embeddings", "_maybe_share_lm_head")
@@ -64,9 +64,13 @@ def _target_tensors(pair: Any) -> dict[str, Any]:
 
 
 def _same(own: Any, other: Any) -> bool:
+    from vllm_kimi_eagle3.checkpoint.errors import CheckpointError
     from vllm_kimi_eagle3.checkpoint.tensors import same_bytes
 
-    return same_bytes(own, other)
+    try:
+        return same_bytes(own, other)
+    except CheckpointError:
+        return False  # One of the files changed under us; vLLM says so when it loads it.
 
 
 def _decision(model: Any, flag: str) -> str | None:
@@ -122,26 +126,28 @@ def _has_v2() -> bool:
     return hasattr(utils, "_should_share")
 
 
-def _install() -> Undo:
-    undo = [hooks.on_pair(_ID, _decide)]
-    undo += [_install_v1(_v1_class(), name) for name in _SHARE]
+def _install_both() -> Undo:
+    undo = [_install_v1(_v1_class(), name) for name in _SHARE]
     if _has_v2():
         undo.append(_install_v2())
-
-    def all_of_them() -> None:
-        for one in reversed(undo):
-            one()
-
-    return all_of_them
+    return all_of(undo)
 
 
-def _verify() -> bool:
+def _install() -> Undo:
+    return all_of([hooks.on_pair(_ID, _decide), hooks.when_met(_ID, _install_both)])
+
+
+def _both_in_place() -> bool:
     in_place = [wrapped_by(_ID, getattr(_v1_class(), name)) for name in _SHARE]
     if _has_v2():
         from vllm.v1.worker.gpu.spec_decode.eagle import utils
 
         in_place.append(wrapped_by(_ID, utils._should_share))
-    return hooks.pair_step_in_place(_ID) and all(in_place)
+    return all(in_place)
+
+
+def _verify() -> bool:
+    return hooks.pair_step_in_place(_ID) and hooks.late_in_place(_ID, _both_in_place)
 
 
 PATCH = Patch(

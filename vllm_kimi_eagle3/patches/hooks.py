@@ -30,8 +30,12 @@ _pair_steps: dict[str, PairStep] = {}
 _ready_steps: dict[str, PairStep] = {}
 _resolve_steps: dict[str, ResolveStep] = {}
 _installed: dict[str, Undo] = {}
+_late: dict[str, Callable[[], Undo]] = {}
+_late_undo: dict[str, Undo] = {}
+_late_failed: set[str] = set()
 
 _PAIR, _RESOLVE = "pair", "resolve"
+_COMPILE_KEY = "kimi_eagle3_drafter"
 
 
 def on_pair(patch_id: str, step: PairStep) -> Undo:
@@ -64,6 +68,45 @@ def on_resolve(patch_id: str, step: ResolveStep) -> Undo:
         return wrap_method(_ModelRegistry, "resolve_model_cls", resolve_model_cls, _RESOLVE)
 
     return _add(_resolve_steps, patch_id, step, _RESOLVE, install)
+
+
+def when_met(patch_id: str, install: Callable[[], Undo]) -> Undo:
+    """Do ``install`` in the processes that run a Kimi pair, once that is known there.
+
+    For what imports the scheduler or the runners, which not every process of every server does.
+    """
+    from vllm_kimi_eagle3 import pair
+
+    _late[patch_id] = install
+    pair.when_met(_install_late)
+
+    def undo() -> None:
+        _late.pop(patch_id, None)
+        _late_failed.discard(patch_id)
+        if patch_id in _late_undo:
+            _late_undo.pop(patch_id)()
+
+    return undo
+
+
+def _install_late() -> None:
+    for patch_id, install in tuple(_late.items()):
+        if patch_id in _late_undo or patch_id in _late_failed:
+            continue
+        try:
+            _late_undo[patch_id] = install()
+        except Exception:
+            from vllm_kimi_eagle3.log import get_logger
+
+            _late_failed.add(patch_id)
+            get_logger(__name__).exception("vllm-kimi-eagle3: %s could not be applied", patch_id)
+
+
+def late_in_place(patch_id: str, check: Callable[[], bool]) -> bool:
+    """True if the patch waits for a Kimi pair, or is in and ``check`` reads it back."""
+    if patch_id in _late_failed or patch_id not in _late:
+        return False
+    return patch_id not in _late_undo or check()
 
 
 def pair_step_in_place(patch_id: str) -> bool:
@@ -115,18 +158,38 @@ def _wrap_post_init() -> Undo:
 
 def _meet(vllm_config: Any) -> Any:
     from vllm_kimi_eagle3.checkpoint.errors import CheckpointError
-    from vllm_kimi_eagle3.pair import of_model, pair_of
+    from vllm_kimi_eagle3.pair import met, of_model, pair_of
 
     pair = pair_of(vllm_config)
     if pair is None:
         return None
+    before = dict(vars(pair.draft_config))
     try:
         for step in tuple(_pair_steps.values()):
             step(vllm_config, pair)
     except CheckpointError as error:
         raise ValueError(of_model(pair.model, error)) from None
+    except ValueError:
+        raise
+    except Exception:
+        # As vLLM had it, and not looked at again.
+        vars(pair.draft_config).clear()
+        vars(pair.draft_config).update(before)
+        pair.decisions.clear()
+        pair.keep()
+        raise
     pair.keep()
+    _add_to_compile_key(vllm_config, pair)
+    met()
     return pair
+
+
+def _add_to_compile_key(vllm_config: Any, pair: Any) -> None:
+    """Make the compile-cache key differ between drafters: up to 0.25 it has nothing of them, though
+    switches such as norm_output are constants in the compiled decoder."""
+    additional = vllm_config.additional_config
+    if additional is None or isinstance(additional, dict):
+        vllm_config.additional_config = {**(additional or {}), _COMPILE_KEY: str(pair.drafter)}
 
 
 def _finish(vllm_config: Any, pair: Any) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 from vllm_kimi_eagle3.contract import Sources, Symbol
 
+from . import hooks
 from .base import Patch, Undo, wrap_method, wrapped_by
 
 _ID = "v2-without-aux"
@@ -19,7 +20,7 @@ def _open_in(sources: Sources) -> bool:
     return module is not None and "use_aux_hidden_state" not in module[0]
 
 
-def _install() -> Undo:
+def _install_late() -> Undo:
     from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
     stock = GPUModelRunner.__init__
@@ -41,10 +42,18 @@ def _reads_final_hidden_state(vllm_config: Any) -> bool:
     return decisions is not None and decisions.get("expected", {}).get("aux_count") == 0
 
 
-def _verify() -> bool:
+def _in_place() -> bool:
     from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
     return wrapped_by(_ID, GPUModelRunner.__init__)
+
+
+def _install() -> Undo:
+    return hooks.when_met(_ID, _install_late)
+
+
+def _verify() -> bool:
+    return hooks.late_in_place(_ID, _in_place)
 
 
 PATCH = Patch(
@@ -52,7 +61,7 @@ PATCH = Patch(
     gap="the V2 runner does not read use_aux_hidden_state: false: a drafter that was trained on "
     "the target's final hidden state is fed aux hidden states.",
     target=_TARGET,
-    since="0.18.1",
+    since="0.17.1",
     before="0.33",
     does="hands such a drafter the final hidden state, as the V1 runner does.",
     upstream=(

@@ -23,7 +23,7 @@ def _open_in(sources: Sources) -> bool:
 
 def _decide(vllm_config: Any, pair: Any) -> None:
     rope = pair.drafter.rope
-    if pair.drafter.attention != "llama" or not rope.yarn:
+    if pair.drafter.attention != "llama" or rope.kind != "yarn":
         return
     # The class multiplies cos and sin by its own correction times attn_factor.
     factor = rope.magnitude / yarn_mscale(rope.factor, 1.0)
