@@ -17,6 +17,7 @@ from safetensors.torch import save_file
 from vllm_kimi_eagle3.checkpoint import tensors as module
 from vllm_kimi_eagle3.checkpoint.errors import CheckpointError
 from vllm_kimi_eagle3.checkpoint.tensors import (
+    INDEX_FILE,
     TensorInfo,
     is_complete,
     read_header,
