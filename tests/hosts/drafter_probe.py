@@ -132,7 +132,6 @@ def run(job: dict[str, str]) -> dict[str, Any]:
         "has_own": has_own,
         "captured": captured(config),
         "max_model_len": draft_config.max_model_len,
-        "decisions": getattr(draft_config.hf_config, "kimi_eagle3", None),
         "hidden_states": for_next_step,
         "logits": logits,
     }
