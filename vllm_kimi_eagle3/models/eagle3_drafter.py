@@ -9,9 +9,7 @@ compiled code.
 
 from __future__ import annotations
 
-import inspect
-import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -26,41 +24,6 @@ from vllm_kimi_eagle3.checkpoint.drafter_tensors import Expected
 from vllm_kimi_eagle3.checkpoint.errors import CheckpointError
 from vllm_kimi_eagle3.checkpoint.vocabulary import check_vocabulary
 from vllm_kimi_eagle3.pair import decisions_of
-
-
-def lacking(stock: Any, decisions: Mapping[str, Any]) -> list[str]:
-    """What a drafter needs that the release's own class does not do, by the names of its parts.
-
-    Args:
-        stock: the class that vLLM resolved.
-        decisions: what was decided for the drafter.
-    """
-    combine = _names(stock.combine_hidden_states)
-    # The decoder's constructor is wrapped by vLLM's compile decorator, so its text is read.
-    decoder = inspect.getsource(sys.modules[stock.__module__])
-    expected = Expected(**decisions["expected"])
-    missing = []
-    if expected.fc_norm and "fc_norm" not in combine:
-        missing.append("fc_norm")
-    if expected.norm_before_fc and "input_norm" not in combine:
-        missing.append("norm_before_fc")
-    if decisions["norm_output"] and "norm_output" not in decoder:
-        missing.append("norm_output")
-    if not expected.aux_count and "use_aux_hidden_state" not in combine:
-        missing.append("use_aux_hidden_state: false")
-    if expected.aux_count not in (0, 3) and "num_aux_hidden_states" not in decoder:
-        missing.append(f"{expected.aux_count} aux layers")
-    identity = decisions.get("identity_d2t")
-    if identity == "ids" or (identity and "get_vocab_size" in _names(stock.__init__)):
-        missing.append("a d2t that maps every token to itself")
-    if not decisions["tensors_checked"]:
-        missing.append("a check of the tensors")
-    return missing
-
-
-def _names(function: Any) -> frozenset[str]:
-    code = getattr(function, "__code__", None)
-    return frozenset(code.co_names) if code is not None else frozenset()
 
 
 @cache
