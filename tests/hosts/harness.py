@@ -33,6 +33,8 @@ V2_RUNNER = {
     "TRITON_INTERPRET": "1",
     "CUDA_VISIBLE_DEVICES": "",
 }
+# As it was before a test imported vLLM, which adds to it.
+_ENVIRONMENT = dict(os.environ)
 START_TIMEOUT = 420.0
 JOB_TIMEOUT = 120.0  # For each further job of a process.
 
@@ -81,7 +83,7 @@ def environment(
     """
     env = {
         name: value
-        for name, value in os.environ.items()
+        for name, value in _ENVIRONMENT.items()
         if not name.startswith(("VLLM_", "PYTEST_")) and name != "PYTHONPATH"
     }
     env.update(

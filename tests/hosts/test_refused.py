@@ -215,9 +215,11 @@ def test_how_far_a_drafter_drafts(plugin: Outcome) -> None:
     assert ends["decisions"]["position_limit"] == 64
 
 
-def test_decisions_travel_as_plain_values(plugin: Outcome) -> None:
+def test_decisions_travel_as_plain_values(plugin: Outcome, host: str) -> None:
     asked = plugin["results"]["chosen layers"]["drafter_decisions"]
     assert json.loads(json.dumps(asked["decisions"])) == asked["decisions"]
+    if host == "0.15.1":
+        return  # The proposer decides that in the middle of its load_model there.
     assert asked["decisions"]["head"] == "own"
     assert asked["decisions"]["embedding"] == "target"
 

@@ -174,7 +174,7 @@ def test_stock_counts_otherwise(
 
 
 @scenario("variants")
-def test_the_log_says_what_was_decided(llama_runs: Run) -> None:
+def test_the_log_says_what_was_decided(llama_runs: Run, host: str) -> None:
     assert llama_runs.results
     lines = [line for line in llama_runs.log.splitlines() if "EAGLE-3 drafter" in line]
     (first,) = (line for line in lines if "llama-aux-output-nested:" in line)
@@ -184,7 +184,8 @@ def test_the_log_says_what_was_decided(llama_runs: Run) -> None:
         "plain EAGLE-3",
         "rope theta 50000, no scaling",
         "draft vocabulary 320",
-        "embedding the target's, head its own",
+        # On 0.15 the proposer decides that in the middle of its load_model.
+        *(["embedding the target's, head its own"] if host != "0.15.1" else []),
     ):
         assert part in first
     (norms,) = (line for line in lines if "llama-eagle31-nested:" in line)
