@@ -74,6 +74,16 @@ SCENARIOS = {
         "the same on the V2 runner",
         {(*BACKPORT, "0.20.2", "0.22.1", "0.26.0"): "Kimi runs on V1 there unless one asks"},
     ),
+    "heads": Scenario(
+        "whose embedding and head a drafter uses is the same on every rank (stand-ins for ranks)",
+        {("0.15.1",): "the proposer decides it in the middle of its load_model there"},
+    ),
+    "heads: V2 runner": Scenario(
+        "the same on the V2 runner",
+        {
+            (*BACKPORT, "0.20.2"): "Kimi runs on V1 there unless one asks, and V2's code is older",
+        },
+    ),
     "refused": Scenario(
         "what cannot work is refused before anything is loaded, in one line",
     ),

@@ -86,14 +86,32 @@ def _decision(model: Any, flag: str) -> str | None:
     return str(decided)
 
 
+class _NothingToShare:
+    """A target's language model whose embedding and head have no tensor to compare with; whatever
+    else the proposer asks of it is the language model's."""
+
+    def __init__(self, original: Any) -> None:
+        self._original = original
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("lm_head", "embed_tokens"):
+            return _NoTensor
+        value = getattr(self._original, name)
+        return _NothingToShare(value) if name == "model" else value
+
+
+class _NoTensor:
+    weight = None
+
+
 def _install_v1(cls: type, name: str) -> Undo:
     stock, flag = vars(cls)[name], _FLAGS[name]
 
     def share(self: Any, target_language_model: Any) -> None:
-        decided = _decision(self.model, flag)
-        if decided == "own" and hasattr(self.model, flag):
-            return
-        if decided == "target" and hasattr(self.model, flag):
+        decided = _decision(self.model, flag) if hasattr(self.model, flag) else None
+        if decided == "own":
+            target_language_model = _NothingToShare(target_language_model)
+        elif decided == "target":
             setattr(self.model, flag, False)
         stock(self, target_language_model)
 
