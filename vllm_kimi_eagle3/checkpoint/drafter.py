@@ -127,7 +127,7 @@ def read_drafter(
     if attention is None:
         return None
     config = _flat(config)
-    uses_aux = _uses_aux(config)
+    uses_aux = _flag(config, "use_aux_hidden_state", "use_aux", absent=True)
     hidden_size = _size(config, "hidden_size")
     target_hidden_size = _size(config, "target_hidden_size", hidden_size)
     if target_hidden_size != target.hidden_size:
@@ -231,29 +231,17 @@ def _flat(config: Mapping[str, Any]) -> Mapping[str, Any]:
     return {"norm_before_residual": True, **layer, **stated}
 
 
-def _uses_aux(config: Mapping[str, Any]) -> bool:
-    values = []
-    nested = config.get(NESTED)
-    for where, block in (
-        ("", config),
-        (f"{NESTED}.", nested if isinstance(nested, Mapping) else {}),
-    ):
-        for key in ("use_aux_hidden_state", "use_aux"):
-            if block.get(key) is not None:
-                values.append((f"{where}{key}", _bool(block[key], f"{where}{key}")))
-    return _agreed(values, True)
-
-
-def _flag(config: Mapping[str, Any], name: str) -> bool:
-    """A switch at the top or inside eagle_config; off where neither has it."""
+def _flag(config: Mapping[str, Any], *names: str, absent: bool = False) -> bool:
+    """A switch, under any of its names, at the top or inside eagle_config."""
     nested = config.get(NESTED)
     blocks = (("", config), (f"{NESTED}.", nested if isinstance(nested, Mapping) else {}))
     values = [
         (f"{where}{name}", _bool(block[name], f"{where}{name}"))
         for where, block in blocks
+        for name in names
         if block.get(name) is not None
     ]
-    return _agreed(values, False)
+    return _agreed(values, absent)
 
 
 def _agreed(values: list[tuple[str, bool]], absent: bool) -> bool:

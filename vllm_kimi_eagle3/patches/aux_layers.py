@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from vllm_kimi_eagle3.checkpoint.aux_layers import COUNT_KEY, KEY, NESTED
+from vllm_kimi_eagle3.checkpoint.aux_layers import COUNT_KEY, KEY, NESTED, OPTION
 from vllm_kimi_eagle3.contract import Sources, Symbol
 
 from . import hooks
@@ -43,14 +43,8 @@ def _decide(vllm_config: Any, pair: Any) -> None:
     if aux is not None and not aux.certain:
         pair.notes.append(
             "note: the aux layers fit neither convention; if acceptance is low, try each one "
-            "higher with " + _option([i + 1 for i in aux.captured])
+            "higher with " + OPTION.replace("[...]", str([i + 1 for i in aux.captured]))
         )
-
-
-def _option(ids: list[int]) -> str:
-    from vllm_kimi_eagle3.checkpoint.aux_layers import OPTION
-
-    return OPTION.replace("[...]", str(ids))
 
 
 def _install() -> Undo:
