@@ -43,6 +43,12 @@ def parse_version(text: str | None) -> Version | None:
         return None
 
 
+def asked_for_v2(environ: Mapping[str, str]) -> bool | None:
+    """The user's own ``VLLM_USE_V2_MODEL_RUNNER``; None if it is not set to a number."""
+    text = environ.get(V2_RUNNER_SWITCH, "").strip()
+    return bool(int(text)) if text.isdecimal() and len(text) < 10 else None
+
+
 @dataclass(frozen=True)
 class Host:
     """An installed vLLM.
@@ -86,9 +92,9 @@ class Host:
         The user's ``VLLM_USE_V2_MODEL_RUNNER`` wins; without a known version the answer is V1.
         """
         environ = os.environ if environ is None else environ
-        switch = environ.get(V2_RUNNER_SWITCH, "").strip()
-        if switch.isdigit():
-            return "V2" if int(switch) else "V1"
+        asked = asked_for_v2(environ)
+        if asked is not None:
+            return "V2" if asked else "V1"
         if self.version is None:
             return "V1"
         return "V2" if Version(self.version.base_version) >= V2_RUNNER_SINCE else "V1"

@@ -3,7 +3,8 @@
 
 vLLM finds most of them out after the target is loaded, or at the first request, or not at all.
 Every limit holds for ranges of releases; the comment beside it says what in their sources it rests
-on. What the sources do not show to be wrong is let through. Nothing of vLLM is imported.
+on. What the sources do not show to be wrong is let through. Nothing of vLLM is imported. ``check``
+asks for them before a start, and vLLM's own start once its configuration is complete.
 """
 
 from __future__ import annotations
@@ -16,13 +17,13 @@ from typing import Any, Literal
 from packaging.version import Version
 
 from .checkpoint.aux_layers import default_layers
-from .host import V2_RUNNER_SINCE, V2_RUNNER_SWITCH, find_host
+from .findings import Evidence, Finding, Severity
+from .host import V2_RUNNER_SINCE, V2_RUNNER_SWITCH, asked_for_v2, find_host
 
 Runner = Literal["V1", "V2"]
 Attention = Literal["llama", "mla"]
 
-_PULLS = "https://github.com/vllm-project/vllm/pull/"
-_ISSUES = "https://github.com/vllm-project/vllm/issues/"
+_WORKSPACE_CRASH = "https://github.com/vllm-project/vllm/issues/40791"
 
 # The drafter is not asked to support pipeline parallelism itself from this release on.
 _DRAFTER_ON_ONE_RANK = Version("0.30")
@@ -31,6 +32,8 @@ _DRAFTER_ON_ONE_RANK = Version("0.30")
 # has the server's if it has none of its own.
 _DRAFT_BACKEND_V1 = Version("0.21")
 _DRAFT_BACKEND_V2 = Version("0.30")
+# From here on vLLM no longer forces a back-end on the whole server itself.
+_FLASHINFER_MLA_FREE = Version("0.18")
 # FlashAttention's DCP path takes its buffer from the workspace that is locked after capture.
 _DCP_WORKSPACE = Version("0.20")
 # V2's drafter computes the lengths of its own rank (pull 54277).
@@ -45,7 +48,7 @@ class Run:
         version: of vLLM; None where it states none, which counts as newer than any.
         runner: the model runner that serves.
         drafter_attention: ``llama`` for any multi-head attention.
-        attention_backend: what the user forced for the whole server.
+        attention_backend: what is forced for the whole server, by the user or by vLLM.
         draft_attention_backend: the one in ``--speculative-config``.
         draft_tensor_parallel_size: as the user wrote it; None if not given.
         num_speculative_tokens: None if not known.
@@ -73,22 +76,7 @@ class Run:
         return self.version is not None and Version(self.version.base_version) < version
 
 
-@dataclass(frozen=True)
-class Limit:
-    """Something that does not work, or does nothing, as asked for.
-
-    Attributes:
-        id: its name.
-        refused: True if the run cannot work; False if it works and the user should know.
-        text: one line: the fact, the evidence, and what to do in the user's own flags.
-    """
-
-    id: str
-    refused: bool
-    text: str
-
-
-def limits(run: Run) -> list[Limit]:
+def limits(run: Run) -> list[Finding]:
     """Every limit that ``run`` meets, those that refuse it first."""
     found = [
         *_pipeline_parallel(run),
@@ -96,10 +84,15 @@ def limits(run: Run) -> list[Limit]:
         *_attention_backend(run),
         *_draft_tensor_parallel(run),
     ]
-    return sorted(found, key=lambda limit: not limit.refused)
+    return sorted(found, key=lambda finding: finding.severity is not Severity.FAILS)
 
 
-def _pipeline_parallel(run: Run) -> Iterator[Limit]:
+def _evidence(run: Run, key: str, value: object) -> Evidence:
+    release = None if run.version is None else str(run.version)
+    return Evidence(key=key, value=str(value), release=release)
+
+
+def _pipeline_parallel(run: Run) -> Iterator[Finding]:
     # DeepseekV2Model hands on hidden_states and residual only, and captures the layers of its own
     # rank; in no release has it `supports_aux_hidden_states_over_pp`, which pull 50514 gave to
     # other models. Up to 0.29 SpeculativeConfig refuses before that, with a NotImplementedError
@@ -109,51 +102,55 @@ def _pipeline_parallel(run: Run) -> Iterator[Limit]:
     size = run.pipeline_parallel_size
     if size < 2:
         return
-    fix = (
-        "use --pipeline-parallel-size 1 and a larger --tensor-parallel-size, or leave out "
-        "--speculative-config"
-    )
-    asked = f"EAGLE-3 cannot run with --pipeline-parallel-size {size}"
-    evidence = f"({_PULLS}50514 is for other models)"
     if run.before(_DRAFTER_ON_ONE_RANK):
-        yield Limit(
-            "pipeline-parallel",
-            True,
-            f"{asked}: this vLLM wants the drafter split over the ranks as well, and no EAGLE-3 "
-            "drafter can be ('Pipeline parallelism is not supported for this model'), nor does "
-            f"Kimi hand its aux hidden states on {evidence}; {fix}",
+        why = (
+            "this vLLM wants the drafter split over the ranks as well, and no EAGLE-3 drafter can "
+            "be ('Pipeline parallelism is not supported for this model'), nor does Kimi hand its "
+            "aux hidden states on"
         )
-        return
-    if run.runner == "V2":
-        yield Limit(
-            "pipeline-parallel",
-            True,
-            f"{asked}: the V2 runner has no way to bring Kimi's aux hidden states to the last rank "
-            f"and stops once it has come to the drafter {evidence}; {fix}",
-        )
-        return
-    if run.aux_layers is not None and run.last_rank_start is not None:
-        if all(layer >= run.last_rank_start for layer in run.aux_layers):
-            return
-        where = (
-            f"of the drafter's aux layers {list(run.aux_layers)} only those from "
-            f"{run.last_rank_start} on are on the last rank"
+    elif run.runner == "V2":
+        why = (
+            "the V2 runner has no way to bring Kimi's aux hidden states to the last rank and stops "
+            "once it has come to the drafter"
         )
     else:
         where = "the drafter's aux layers are not all on the last rank"
-    yield Limit(
-        "pipeline-parallel",
-        True,
-        f"{asked}: {where}, and Kimi's decoder hands no aux hidden states on, so the drafter's fc "
-        f"gets too few of them {evidence}; {fix}",
+        if run.aux_layers is not None and run.last_rank_start is not None:
+            if all(layer >= run.last_rank_start for layer in run.aux_layers):
+                return
+            where = (
+                f"of the drafter's aux layers {list(run.aux_layers)} only those from "
+                f"{run.last_rank_start} on are on the last rank"
+            )
+        why = (
+            f"{where}, and Kimi's decoder hands no aux hidden states on, so the drafter's fc gets "
+            "too few of them"
+        )
+    yield Finding(
+        "run-pipeline-parallel",
+        f"EAGLE-3 cannot run with --pipeline-parallel-size {size}: {why}",
+        "use --pipeline-parallel-size 1 and a larger --tensor-parallel-size, or leave out "
+        "--speculative-config",
+        _evidence(run, "--pipeline-parallel-size", size),
     )
 
 
-def _context_parallel(run: Run) -> Iterator[Limit]:
+def _context_parallel(run: Run) -> Iterator[Finding]:
     size = run.decode_context_parallel_size
     if size < 2:
         return
     asked = f"--decode-context-parallel-size {size}"
+    evidence = _evidence(run, "--decode-context-parallel-size", size)
+    if run.tensor_parallel_size % size:
+        # ParallelConfig, in every release: the DCP groups are parts of the tensor-parallel one.
+        yield Finding(
+            "run-dcp-size",
+            f"{asked} does not divide --tensor-parallel-size {run.tensor_parallel_size}, whose "
+            "ranks share the KV cache out",
+            "give one that does",
+            evidence,
+        )
+        return
     if run.drafter_attention == "llama":
         # vLLM checks the target's KV heads against DCP in ModelConfig.verify_with_parallel_config.
         # The drafter is not checked, since create_draft_parallel_config copies no DCP, in any
@@ -167,15 +164,16 @@ def _context_parallel(run: Run) -> Iterator[Limit]:
                 f"other KV heads ({run.drafter_kv_heads} over --tensor-parallel-size "
                 f"{run.tensor_parallel_size})"
             )
-        crash = ""
+        crash, links = "", None
         if not run.before(_DCP_WORKSPACE):
-            crash = f", if the first request does not fail before ({_ISSUES}40791)"
-        yield Limit(
-            "dcp-llama",
-            True,
+            crash, links = ", if the first request does not fail before", (_WORKSPACE_CRASH,)
+        yield Finding(
+            "run-dcp-llama",
             f"a Llama drafter cannot run with {asked}: each rank holds {heads}, and vLLM merges "
-            f"their attention as if they were the same, so the drafts are wrong{crash}; use a "
-            "drafter with MLA, or --decode-context-parallel-size 1",
+            f"their attention as if they were the same, so the drafts are wrong{crash}",
+            "use a drafter with MLA, or --decode-context-parallel-size 1",
+            evidence,
+            links=links,
         )
         return
     # MLA shards its KV cache over the ranks for drafter and target alike. What vLLM's two reports
@@ -186,21 +184,21 @@ def _context_parallel(run: Run) -> Iterator[Limit]:
         # takes as the lengths of its decodes. The first draft has the target's metadata.
         if run.num_speculative_tokens == 1:
             return
-        yield Limit(
-            "dcp-v2",
-            True,
+        yield Finding(
+            "run-dcp-v2",
             f"the V2 runner of vLLM {run.version} cannot draft with {asked}: it gives an MLA "
-            f"drafter no lengths for its rank before 0.29 ({_PULLS}54277); set "
-            f"{V2_RUNNER_SWITCH}=0, or use --decode-context-parallel-size 1",
+            "drafter no lengths for its rank before 0.29",
+            f"set {V2_RUNNER_SWITCH}=0, or use --decode-context-parallel-size 1",
+            evidence,
         )
     elif run.runner == "V1" and run.num_speculative_tokens != 1:
         # The proposer hands the target's dcp_local_seq_lens on from one draft step to the next.
-        yield Limit(
-            "dcp-later-drafts",
-            False,
+        yield Finding(
+            "run-dcp-later-drafts",
             f"with {asked} the V1 runner computes all drafts with the target's lengths for its "
-            "rank, so those after the first are accepted less often; the tokens are right "
-            f"({_PULLS}54277 is for the V2 runner, 0.29 and later)",
+            "rank, so those after the first are accepted less often; the tokens are right",
+            "",
+            evidence,
         )
 
 
@@ -212,33 +210,40 @@ def _kv_heads_replicated(run: Run) -> bool:
     return run.tensor_parallel_size // heads % run.decode_context_parallel_size == 0
 
 
-def _attention_backend(run: Run) -> Iterator[Limit]:
+def _attention_backend(run: Run) -> Iterator[Finding]:
     # The layer asks the selector with the backend of the config it is built with, and
     # AttentionBackend.validate_configuration refuses MLA for other layers and others for MLA
     # ("MLA not supported", "non-MLA not supported") in every release.
-    backend, own = _drafter_backend(run)
+    backend, own = drafter_backend(run)
     ignored = run.draft_attention_backend if not own else None
     other = run.drafter_attention != "mla"
-    if backend is not None and _is_mla(backend) is other:
+    if backend is not None and is_mla(backend) is other:
         drafter = "an MLA drafter" if run.drafter_attention == "mla" else "a Llama drafter"
-        kind = "is an MLA back-end" if _is_mla(backend) else "is no MLA back-end"
+        kind = "is an MLA back-end" if is_mla(backend) else "is no MLA back-end"
         flag = '"attention_backend" in --speculative-config' if own else "--attention-backend"
-        yield Limit(
-            "draft-backend",
-            True,
-            f"{drafter} cannot run on {backend}, which {kind} and which {flag} "
-            f"forces on it; {_backend_fix(run, own)}",
+        forces, fix = f"{flag} forces on it", _backend_fix(run, own)
+        if backend == "FLASHINFER_MLA" and run.before(_FLASHINFER_MLA_FREE) and not own:
+            # CudaPlatformBase.check_and_update_config writes it into the attention config on
+            # compute capability 10.x, the only one that has it, whatever the user says.
+            flag, fix = "attention_config.backend", "use a drafter with MLA, or vLLM 0.18 or later"
+            forces = f"vLLM {run.version} itself forces on a Blackwell GPU"
+        yield Finding(
+            "run-draft-backend",
+            f"{drafter} cannot run on {backend}, which {kind} and which {forces}",
+            fix,
+            _evidence(run, flag, backend),
         )
     elif ignored is not None and ignored != backend:
-        yield Limit(
-            "draft-backend-ignored",
-            False,
+        yield Finding(
+            "run-draft-backend-ignored",
             f'"attention_backend": "{ignored}" in --speculative-config has no effect on the V2 '
-            f"runner before 0.30 ({_PULLS}54826); the drafter has the server's --attention-backend",
+            "runner before 0.30: the drafter has the server's --attention-backend",
+            "leave it out, or set --attention-backend",
+            _evidence(run, '"attention_backend" in --speculative-config', ignored),
         )
 
 
-def _drafter_backend(run: Run) -> tuple[str | None, bool]:
+def drafter_backend(run: Run) -> tuple[str | None, bool]:
     """The back-end that is forced on the drafter, and whether by its own setting."""
     since = _DRAFT_BACKEND_V1 if run.runner == "V1" else _DRAFT_BACKEND_V2
     if run.before(since):
@@ -258,40 +263,50 @@ def _backend_fix(run: Run, own: bool) -> str:
     if run.runner == "V2" and not run.before(_DRAFT_BACKEND_V2):
         return (
             'add "attention_backend": "FLASH_ATTN" (or another that is not MLA) to '
-            f"--speculative-config ({_PULLS}54826)"
+            "--speculative-config"
         )
     if run.runner == "V2" and not run.before(_DRAFT_BACKEND_V1):
         return f"{drop}, or set {V2_RUNNER_SWITCH}=0"
-    return f"{drop}, or use a drafter with MLA, or vLLM 0.21 or later ({_PULLS}39930)"
+    return f"{drop}, or use a drafter with MLA, or vLLM 0.21 or later"
 
 
-def _is_mla(backend: str) -> bool | None:
+def is_mla(backend: str) -> bool | None:
     """None where the name does not tell: ``CUSTOM`` is whatever a plugin registered."""
     # So are they named in AttentionBackendEnum of every release.
     return None if backend.upper() == "CUSTOM" else "MLA" in backend.upper()
 
 
-def _draft_tensor_parallel(run: Run) -> Iterator[Limit]:
+def _draft_tensor_parallel(run: Run) -> Iterator[Finding]:
     # draft_parallel_config is read by the methods draft_model and dspark only; an EAGLE drafter is
-    # built in the target's tensor-parallel group. SpeculativeConfig itself refuses values other
-    # than 1 and the target's size.
-    size = run.draft_tensor_parallel_size
-    if size is not None and size != run.tensor_parallel_size:
-        yield Limit(
-            "draft-tensor-parallel",
-            False,
-            f'"draft_tensor_parallel_size": {size} in --speculative-config has no effect with '
-            f"EAGLE-3 in any vLLM: the drafter runs over all {run.tensor_parallel_size} ranks of "
-            f"--tensor-parallel-size ({_ISSUES}17499); leave it out",
-        )
+    # built in the target's tensor-parallel group. SpeculativeConfig._verify_and_get_draft_tp
+    # refuses values other than 1 and the target's size.
+    size, ranks = run.draft_tensor_parallel_size, run.tensor_parallel_size
+    if size is None or size == ranks:
+        return
+    asked = f'"draft_tensor_parallel_size": {size} in --speculative-config'
+    refused = size != 1
+    yield Finding(
+        "run-draft-tensor-parallel",
+        f"{asked} is refused: vLLM takes 1 or --tensor-parallel-size ({ranks}) there, and neither "
+        "has an effect with EAGLE-3"
+        if refused
+        else f"{asked} has no effect with EAGLE-3 in any vLLM: the drafter runs over all {ranks} "
+        "ranks of --tensor-parallel-size",
+        "leave it out",
+        _evidence(run, '"draft_tensor_parallel_size" in --speculative-config', size),
+        rated=Severity.FAILS if refused else None,
+    )
 
 
-def run_of(vllm_config: Any, version: Version | None = None) -> Run:
+def run_of(
+    vllm_config: Any, version: Version | None = None, aux_layers: tuple[int, ...] | None = None
+) -> Run:
     """The :class:`Run` that a ``VllmConfig`` with an EAGLE-3 drafter asks for.
 
     Args:
         vllm_config: vLLM's, of any supported release; attributes that it lacks count as not set.
         version: of vLLM; read from the vLLM installed here if not given.
+        aux_layers: those that the drafter is fed; the target's own default if not given.
     """
     if version is None:
         host = find_host()
@@ -324,8 +339,8 @@ def run_of(vllm_config: Any, version: Version | None = None) -> Run:
         num_speculative_tokens=_int(speculative, "num_speculative_tokens"),
         drafter_kv_heads=_int(hf_config, "num_key_value_heads")
         or _int(hf_config, "num_attention_heads"),
-        aux_layers=_aux_layers(hf_config, layers),
-        last_rank_start=_last_rank_start(layers, pipeline_parallel),
+        aux_layers=aux_layers or (None if layers is None else default_layers(layers)),
+        last_rank_start=last_rank_start(layers, pipeline_parallel, os.environ),
     )
 
 
@@ -334,9 +349,9 @@ def _runner(vllm_config: Any, version: Version | None) -> Runner:
     decided = getattr(vllm_config, "use_v2_model_runner", None)
     if isinstance(decided, bool):
         return "V2" if decided else "V1"
-    switch = os.environ.get(V2_RUNNER_SWITCH, "").strip()
-    if switch.isdigit():
-        return "V2" if int(switch) else "V1"
+    asked = asked_for_v2(os.environ)
+    if asked is not None:
+        return "V2" if asked else "V1"
     newer = version is not None and Version(version.base_version) >= V2_RUNNER_SINCE
     return "V2" if newer else "V1"
 
@@ -357,26 +372,16 @@ def _target_layers(model_config: Any) -> int | None:
     return None
 
 
-def _aux_layers(hf_config: Any, layers: int | None) -> tuple[int, ...] | None:
-    ids = getattr(hf_config, "eagle_aux_hidden_state_layer_ids", None)
-    if ids is None:
-        nested = getattr(hf_config, "eagle_config", None)
-        if isinstance(nested, Mapping):
-            ids = nested.get("eagle_aux_hidden_state_layer_ids", nested.get("layer_ids"))
-    if isinstance(ids, (list, tuple)) and ids and all(type(i) is int for i in ids):
-        return tuple(ids)
-    return None if layers is None else default_layers(layers)
-
-
-def _last_rank_start(layers: int | None, ranks: int) -> int | None:
+def last_rank_start(layers: int | None, ranks: int, environ: Mapping[str, str]) -> int | None:
     """The first layer of the last rank, as ``get_pp_indices`` has it in every release."""
     if layers is None or ranks < 1:
         return None
-    partition = os.environ.get("VLLM_PP_LAYER_PARTITION")
+    partition = environ.get("VLLM_PP_LAYER_PARTITION")
     if partition is None:
         return layers - layers // ranks
     *_, last = partition.split(",")
-    return layers - int(last) if last.strip().isdigit() else None
+    last = last.strip()
+    return layers - int(last) if last.isdecimal() and len(last) < 10 else None
 
 
 def _int(owner: Any, name: str) -> int | None:

@@ -8,16 +8,18 @@ the patches decide from it travels to the workers on the drafter's Transformers 
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from .checkpoint.drafter import Drafter, TargetShape, read_drafter
-from .checkpoint.errors import CheckpointError
+from .checkpoint.drafter import NO_FIT, Drafter, TargetShape, TensorsError, read_drafter
+from .checkpoint.errors import CheckpointError, quoted
 from .checkpoint.folder import local_folder, read_config
 from .checkpoint.target import is_kimi_target
 from .checkpoint.tensors import TensorInfo, is_complete, read_tensors
+from .findings import Finding
 
 KEY = "kimi_eagle3"
 """The attribute of the drafter's config that holds the decisions, and the key of the user's own
@@ -28,6 +30,7 @@ _FROM_THE_FOLDER = frozenset({"auto", "hf", "safetensors", "fastsafetensors"})
 
 AUX_LAYERS_SETTING = "aux_hidden_state_layers"
 _SETTINGS = frozenset({AUX_LAYERS_SETTING})
+_EXAMPLE_LAYERS = [2, 30, 58]
 
 
 @dataclass
@@ -42,7 +45,8 @@ class Pair:
         target_folder: where the target's checkpoint is; None if not on this machine.
         tensors: the drafter's tensors; None if not on this machine.
         decisions: what the workers have to know; plain values only.
-        notes: what was decided beside the drafter's facts, for the log line.
+        notes: what was decided beside the drafter's facts, and what there is to say, for the log
+            line.
     """
 
     drafter: Drafter
@@ -52,14 +56,15 @@ class Pair:
     target_folder: Path | None
     tensors: Mapping[str, TensorInfo] | None
     decisions: dict[str, Any] = field(default_factory=dict)
-    notes: list[str] = field(default_factory=list)
+    notes: list[str | Finding] = field(default_factory=list)
 
     def keep(self) -> None:
         """Put the decisions where the workers find them; after this the pair is not made again."""
         setattr(self.draft_config, KEY, Decisions(self.decisions))
 
     def __str__(self) -> str:
-        return "; ".join([f"EAGLE-3 drafter {self.model}: {self.drafter}", *self.notes])
+        notes = [f"note: {n.text}" if isinstance(n, Finding) else n for n in self.notes]
+        return "; ".join([f"EAGLE-3 drafter {self.model}: {self.drafter}", *notes])
 
 
 class Decisions(dict[str, Any]):
@@ -124,22 +129,25 @@ def pair_of(vllm_config: Any) -> Pair | None:
         return None
     if decisions_of(draft_config) is not None:
         return None
-    chosen = _settings(vllm_config).get(AUX_LAYERS_SETTING)
     model = draft_model_config.model
+    try:
+        settings = settings_of(getattr(vllm_config, "additional_config", None))
+    except CheckpointError as error:
+        raise ValueError(error.finding.text) from None
     folder = local_folder(model, draft_model_config.revision)
     target = _shape(model_config)
     try:
         config = draft_config.to_dict() if folder is None else read_config(folder)
-        tensors = _tensors(folder, model, vllm_config.load_config)
+        tensors = tensors_of(folder, model, _load_format(vllm_config.load_config))
         drafter = read_drafter(
             {**config, "quantization_config": _quantization(config, draft_model_config)},
             target,
             tensors,
-            chosen,
+            settings.get(AUX_LAYERS_SETTING),
             parallel_drafting=bool(getattr(speculative, "parallel_drafting", False)),
         )
     except CheckpointError as error:
-        raise ValueError(of_model(model, error)) from None
+        raise ValueError(of_drafter(model, error)) from None
     if drafter is None:
         return None
     return Pair(
@@ -152,14 +160,29 @@ def pair_of(vllm_config: Any) -> Pair | None:
     )
 
 
-def _tensors(folder: Path | None, model: str, load_config: Any) -> dict[str, TensorInfo] | None:
-    """The drafter's tensors; None where vLLM takes them from elsewhere, or gets the rest first."""
-    load_format = getattr(load_config, "load_format", "auto")
-    if folder is None or str(getattr(load_format, "value", load_format)) not in _FROM_THE_FOLDER:
+def tensors_of(
+    folder: Path | None, model: str, load_format: str = "auto"
+) -> dict[str, TensorInfo] | None:
+    """The drafter's tensors; None where vLLM takes them from elsewhere, or gets the rest first.
+
+    Args:
+        folder: where the checkpoint is on this machine; None if it is not.
+        model: as the user named it.
+        load_format: ``--load-format``.
+
+    Raises:
+        CheckpointError: a file is broken or missing.
+    """
+    if folder is None or load_format not in _FROM_THE_FOLDER:
         return None
     # What the user put into a folder has to be whole; a snapshot in the cache is completed.
     own = Path(model) == folder and any(folder.glob("*.safetensors"))
     return read_tensors(folder) if own or is_complete(folder) else None
+
+
+def _load_format(load_config: Any) -> str:
+    load_format = getattr(load_config, "load_format", "auto")
+    return str(getattr(load_format, "value", load_format))
 
 
 def _quantization(config: Mapping[str, Any], draft_model_config: Any) -> Any:
@@ -173,26 +196,45 @@ def _quantization(config: Mapping[str, Any], draft_model_config: Any) -> Any:
     return None if method is None else {"quant_method": str(method)}
 
 
-def of_model(model: str, error: CheckpointError) -> str:
+def of_drafter(model: str, error: CheckpointError) -> str:
     """What is wrong with a drafter, in the user's spelling of where it was named."""
-    return f'--speculative-config, "model": {model!r}: {error}'
+    return f'--speculative-config, "model": {model!r}: {in_a_log(error)}'
 
 
-def _settings(vllm_config: Any) -> Mapping[str, Any]:
-    """The user's own settings, from ``--additional-config``."""
-    additional = getattr(vllm_config, "additional_config", None)
-    settings = additional.get(KEY) if isinstance(additional, Mapping) else None
-    if settings is None:
+def in_a_log(error: CheckpointError) -> str:
+    """What is wrong with a drafter, in one line with the ids that ``check --explain`` takes."""
+    if isinstance(error, TensorsError):
+        return NO_FIT + "; ".join(finding.text for finding in error.findings)
+    return error.finding.text
+
+
+def settings_of(additional_config: Any) -> Mapping[str, Any]:
+    """The user's own settings, from ``--additional-config``.
+
+    Raises:
+        CheckpointError: they are no object, or hold a setting that there is not.
+    """
+    given = additional_config.get(KEY) if isinstance(additional_config, Mapping) else None
+    if given is None:
         return {}
-    if not isinstance(settings, Mapping):
-        raise ValueError(f'--additional-config, "{KEY}" is {settings!r}; it must be an object')
-    for name in settings:
+    if not isinstance(given, Mapping):
+        raise _no_setting(f"is {quoted(given)}, and must be an object", KEY, given)
+    for name, value in given.items():
         if name not in _SETTINGS:
-            raise ValueError(
-                f'--additional-config, "{KEY}" has no setting {name!r}; there is '
-                f"{', '.join(sorted(_SETTINGS))}"
-            )
-    return settings
+            raise _no_setting(f"has no setting {quoted(name)}", f"{KEY}.{name}", value)
+    return given
+
+
+def _no_setting(fact: str, key: str, value: Any) -> CheckpointError:
+    listed = isinstance(value, list) and 0 < len(value) < 9 and {type(i) for i in value} == {int}
+    layers = value if listed else _EXAMPLE_LAYERS
+    return CheckpointError(
+        "drafter-setting",
+        f'--additional-config, "{KEY}" {fact}',
+        f'write "{KEY}": {json.dumps({AUX_LAYERS_SETTING: layers})} there, or leave it out',
+        key=f"{key} in --additional-config",
+        value=value,
+    )
 
 
 def _shape(model_config: Any) -> TargetShape:

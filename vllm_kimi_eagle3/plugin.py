@@ -55,31 +55,29 @@ def _register(settings: Settings, logger: logging.Logger) -> None:
     host = find_host()
     if host is None:
         raise RuntimeError("vllm-kimi-eagle3: no vLLM is installed in this environment")
-    known = {patch.id for patch in patches.PATCHES}
-    for name in sorted(settings.disabled - known):
-        logger.warning(
-            "VLLM_KIMI_EAGLE3_DISABLE names %r, which is no patch; the patches are: %s",
-            name,
-            ", ".join(sorted(known)),
-        )
+    for unknown in patches.unknown_patches(settings):
+        logger.warning("vllm-kimi-eagle3: %s", unknown.text)
     first = _statuses is None
     _statuses = patches.apply(host, settings)
     problems = [
-        f"{s.patch.id} {s.state.value}: {s.reason}"
+        patches.not_in_place(s.patch, f"{s.state.value}: {s.reason}").fact
         for s in _statuses
         if s.state in (patches.State.FAILED, patches.State.STOOD_DOWN) and not s.patch.convenience
     ]
     if problems and settings.strict:
         raise RuntimeError(
-            f"vllm-kimi-eagle3 on {host.label}: {'; '.join(problems)} ({STRICT} is set)"
+            f"vllm-kimi-eagle3 on {host.label}: {'; '.join(problems)} ({STRICT} is set); {_MORE}"
         )
     if problems and first:
         logger.warning(
-            "vllm-kimi-eagle3 on %s: %s. Kimi with EAGLE-3 may not start here, or not be right; "
-            "`vllm-kimi-eagle3 status` says more.",
+            "vllm-kimi-eagle3 on %s: Kimi with EAGLE-3 may not start here, or not be right: %s; %s",
             host.label,
             "; ".join(problems),
+            _MORE,
         )
+
+
+_MORE = "`vllm-kimi-eagle3 status` says more [host-patch-not-in-place]"
 
 
 def _take_back(logger: logging.Logger) -> None:

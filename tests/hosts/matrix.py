@@ -19,6 +19,7 @@ NATIVE = ("0.20.2", "0.22.1", "0.26.0", "0.32.0")
 HOSTS = BACKPORT + NATIVE
 
 NO_FAULT = "upstream has EAGLE-3 for Kimi here: there is no fault to show"
+NO_MLA = (*BACKPORT, "0.20.2", "0.22.1", "0.26.0")
 NO_CPU_MLA = "this release's CPU build has no MLA, and an MLA drafter has no other attention"
 
 
@@ -68,11 +69,14 @@ SCENARIOS = {
     ),
     "variants: MLA": Scenario(
         "the same with MLA drafters, and MLA on",
-        {(*BACKPORT, "0.20.2", "0.22.1", "0.26.0"): NO_CPU_MLA},
+        {NO_MLA: NO_CPU_MLA},
     ),
     "variants: V2 runner": Scenario(
         "the same on the V2 runner",
         {(*BACKPORT, "0.20.2", "0.22.1", "0.26.0"): "Kimi runs on V1 there unless one asks"},
+    ),
+    "variants: check": Scenario(
+        "the check command calls those that start fine, and what stock gets wrong wrong"
     ),
     "heads": Scenario(
         "whose embedding and head a drafter uses is the same on every rank (stand-ins for ranks)",
@@ -113,7 +117,7 @@ SCENARIOS = {
     ),
     "mla drafter": Scenario(
         "the same with the MLA drafter, and MLA on",
-        {(*BACKPORT, "0.20.2", "0.22.1", "0.26.0"): NO_CPU_MLA},
+        {NO_MLA: NO_CPU_MLA},
     ),
     "v2 runner": Scenario(
         "the same on the V2 runner",
@@ -189,6 +193,10 @@ SCENARIOS = {
         {NATIVE: "upstream's classes serve there"},
     ),
     "status": Scenario("`vllm-kimi-eagle3 status` says what is applied"),
+    "facts": Scenario(
+        "what check knows of this vLLM from its source is what its own parser has, and both read "
+        "command lines alike"
+    ),
 }
 
 

@@ -49,7 +49,7 @@ def refusals(folders: dict[str, Path], run_jobs: RunJobs) -> Run:
     [
         ("missing", "does not exist"),
         ("empty", "holds no config.json"),
-        ("broken", "cannot be read as JSON"),
+        ("broken", "holds no valid JSON"),
         ("other-method", "is not the config of an EAGLE-3 drafter"),
         ("target", "is not the config of an EAGLE-3 drafter"),
     ],

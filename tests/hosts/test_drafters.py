@@ -14,6 +14,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import asdict
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -26,8 +27,10 @@ from tests.assets import variants
 from tests.reference.drafter import load_drafter
 from tests.reference.layers import KvCache, causal_visibility
 from tests.reference.target import Target, load_target
+from vllm_kimi_eagle3.checkpoint.drafter_class import drafter_class
 
 from . import harness
+from .faults import CAPTURE_FAULTS, FAULTS, NEWER_LAYOUT, hits
 from .matrix import BACKPORT, scenario
 
 pytestmark = scenario("drafters")
@@ -47,63 +50,7 @@ RIGHT_TENSORS = (
     "eagle31-drafter",
 )
 
-# The faults: on these releases, from the first and before the second, vLLM without the patches
-# builds another drafter than was trained, or none. Read from the sources, shown here.
-Range = tuple[str, str]
-ALL = ("0.15", "1")
-FAULTS: dict[str, list[Range]] = {
-    # EAGLE-3.1. Nested flags are read by no release.
-    "llama-fc-norm": [("0.15", "0.22")],
-    "mla-fc-norm": [("0.15", "0.23")],
-    "llama-norm-output": [("0.15", "0.22")],
-    "mla-norm-output": [("0.15", "0.22")],
-    "llama-eagle31": [("0.15", "0.22")],
-    "mla-eagle31": [("0.15", "0.23")],
-    "llama-eagle31-nested": [ALL],
-    "mla-eagle31-nested": [ALL],
-    "speculators-eagle31": [("0.15", "0.24")],
-    # Other options of EAGLE-3.
-    "llama-norm-before-fc": [("0.15", "0.18")],
-    "llama-norm-before-fc-nested": [("0.15", "0.22")],
-    "mla-norm-before-fc": [ALL],
-    "mla-norm-before-fc-nested": [ALL],
-    "mla-no-aux": [("0.18", "1")],
-    "llama-four-aux-nested": [("0.15", "0.22")],
-    "mla-four-aux-nested": [("0.15", "0.22")],
-    "llama-four-aux-top": [ALL],
-    "mla-four-aux-top": [ALL],
-    # Rope.
-    "mla-plain-rope": [("0.18", "0.28")],
-    "llama-yarn": [("0.15", "0.30")],
-    "llama-yarn-5x": [("0.15", "0.30")],
-    # Vocabulary.
-    "llama-identity-d2t": [("0.30", "1")],
-    "mla-identity-d2t": [("0.30", "1")],
-}
-# Written by Transformers 5 and read with Transformers 4, theta is lost, whatever the release.
-NEWER_LAYOUT: dict[str, list[Range]] = {
-    "llama-theta-5x": [],
-    "mla-yarn-5x": [],
-    "mla-plain-rope-5x": FAULTS["mla-plain-rope"],
-}
-
-# What a runner captures, where that is not what the drafter was trained on: for V1 and V2 alike a
-# list that counts outputs at the top level; nested, V1 takes it as it stands from 0.22 on, and
-# where nested lists are not read, a list that is not the default is lost.
-CAPTURE_FAULTS: dict[str, dict[str, list[Range]]] = {
-    "llama-aux-output-top": {"V1": [ALL], "V2": [ALL]},
-    "mla-aux-output-top": {"V1": [ALL], "V2": [ALL]},
-    "llama-aux-output-nested": {"V1": [("0.22", "1")]},
-    "mla-aux-output-nested": {"V1": [("0.22", "1")]},
-    "llama-aux-edges": {"V1": [("0.15", "0.22")], "V2": [ALL]},
-    "mla-aux-edges": {"V1": [("0.15", "0.22")], "V2": [ALL]},
-}
-
 Outcome = dict[str, Any] | str
-
-
-def hits(ranges: list[Range], host: str) -> bool:
-    return any(Version(since) <= Version(host) < Version(before) for since, before in ranges)
 
 
 def joined(name: str) -> int:
@@ -263,6 +210,39 @@ def test_a_drafter_that_lacks_nothing_is_served_by_the_stock_class(
     outcome = with_plugin["llama-aux-output-nested"]
     assert isinstance(outcome, dict), outcome
     assert outcome["module"] == "vllm.model_executor.models.llama_eagle3"
+
+
+CLASSES = """
+import json
+from dataclasses import asdict, replace
+from vllm_kimi_eagle3.patches.drafter_tensors import head_takes_quantization
+from vllm_kimi_eagle3.patches.eagle31_drafter import class_of
+from vllm.model_executor.models.llama_eagle3 import Eagle3LlamaForCausalLM
+try:
+    from vllm.model_executor.models.deepseek_eagle3 import Eagle3DeepseekV2ForCausalLM
+except ImportError:
+    from vllm_kimi_eagle3.models.kimi_mla_drafter import Eagle3DeepseekV2ForCausalLM
+found = {"llama": Eagle3LlamaForCausalLM, "mla": Eagle3DeepseekV2ForCausalLM}
+for name, cls in found.items():
+    does = replace(class_of(cls), quantized_head=head_takes_quantization(name))
+    print(json.dumps([name, asdict(does)]))
+"""
+
+
+def test_the_classes_do_what_is_known_of_their_release(host: str, cache: Path) -> None:
+    """`check` goes by the release, the plugin by the class itself."""
+    result = subprocess.run(
+        [sys.executable, "-c", CLASSES],
+        env=harness.environment(cache, VLLM_PLUGINS="none"),
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
+    lines = [json.loads(line) for line in result.stdout.splitlines() if line.startswith('["')]
+    assert len(lines) == 2, (result.stdout + result.stderr)[-4000:]
+    for name, does in lines:
+        assert does == asdict(drafter_class(name, Version(host)))
 
 
 def test_the_mla_class_of_the_backport(with_plugin: dict[str, Outcome], host: str) -> None:

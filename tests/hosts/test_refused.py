@@ -16,10 +16,13 @@ import pytest
 import torch
 
 from tests.assets import variants
+from vllm_kimi_eagle3.check import check
+from vllm_kimi_eagle3.findings import Severity
 
 from . import harness
 from .harness import LLAMA_DRAFTER, MLA_DRAFTER
 from .matrix import BACKPORT, scenario
+from .serving import command_line
 from .test_config import Outcome, kimi_folder, run_config_probe
 
 pytestmark = scenario("refused")
@@ -133,12 +136,12 @@ def jobs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     yarn = {"type": "yarn", "factor": 2.0, "original_max_position_embeddings": 32}
     ends = {"max_position_embeddings": 64, "rope_scaling": yarn}
     found["a rope that ends"] = job(variants.edit_drafter(LLAMA_DRAFTER, root / "ends", ends))
-    found["saved again"] = job(
-        LLAMA_DRAFTER,
-        target=kimi_folder(
-            tmp_path_factory.mktemp("targets") / "again", remove="media_placeholder_token_id"
-        ),
+    again = kimi_folder(
+        tmp_path_factory.mktemp("targets") / "again", remove="media_placeholder_token_id"
     )
+    for file in harness.TARGET.glob("*.safetensors"):
+        (Path(again) / file.name).symlink_to(file)
+    found["saved again"] = job(LLAMA_DRAFTER, target=again)
     found["saved again"]["ask"] = ["image_placeholder"]
     return found
 
@@ -229,3 +232,45 @@ def test_a_target_that_was_saved_again_has_an_image_token(plugin: Outcome) -> No
     assert "message" not in outcome, outcome
     config = json.loads((harness.TARGET / "config.json").read_text())
     assert outcome["image_placeholder"] in (config["image_token_id"], 163605)
+
+
+OTHERS = (
+    "a torn file",
+    "a missing shard",
+    "pipeline parallelism",
+    "a setting that is none",
+    "chosen layers",
+    "draft_tensor_parallel_size",
+    "a short drafter",
+    "a short drafter, kept short",
+    "a rope that ends",
+    "saved again",
+)
+
+
+@pytest.mark.parametrize("name", sorted((*CASES, *OTHERS)))
+def test_check_says_the_same_before(
+    name: str, jobs: dict[str, dict[str, Any]], plugin: Outcome, cache: Path
+) -> None:
+    """What is refused here `check` calls failing or wrong, in the same words; and nothing else."""
+    job, outcome = jobs[name], plugin["results"][name]
+    arguments = {
+        "model": job["target"],
+        "trust_remote_code": True,
+        "max_model_len": 128,
+        "speculative_config": job["speculative"],
+        **job["extra"],
+    }
+    report = check(["vllm", "serve", *command_line(arguments)], environ=environment(cache))
+    against = [f for f in report.findings if f.severity in (Severity.FAILS, Severity.WRONG)]
+    if "message" not in outcome:
+        assert not against, report.as_text()
+        return
+    assert report.exit_code == 1, report.as_text()
+    if name != "pipeline parallelism":  # Some releases refuse that first, in their own words.
+        said = [f for f in against if f.text in outcome["message"]]
+        assert said, (outcome["message"], report.as_text())
+
+
+def environment(cache: Path) -> dict[str, str]:
+    return harness.environment(cache, VLLM_PLUGINS=harness.PLUGIN)

@@ -92,7 +92,7 @@ def test_the_list_stays_shut_without_what_it_needs(cache: Path) -> None:
 
 def test_it_imports_no_model(cache: Path) -> None:
     code = (
-        "import sys; from vllm_kimi_eagle3.cli import host_status\n"
+        "import sys; from vllm_kimi_eagle3.status import host_status\n"
         "assert host_status().complete\n"
         "loaded = [m for m in sys.modules if m.startswith('vllm_kimi_eagle3.models')\n"
         "          or m in ('vllm.model_executor.models.kimi_k25', 'vllm.v1.engine.core')]\n"

@@ -14,11 +14,14 @@ from typing import Any
 import pytest
 
 from tests.assets import variants
+from vllm_kimi_eagle3.check import check
+from vllm_kimi_eagle3.findings import Finding, Severity
 
 from . import harness
 from .conftest import RunJobs
 from .harness import Run
-from .matrix import BACKPORT, scenario
+from .matrix import BACKPORT, NO_MLA, scenario
+from .serving import command_line
 
 # One per thing that the runner has a part in.
 KINDS = (
@@ -190,3 +193,30 @@ def test_the_log_says_what_was_decided(llama_runs: Run, host: str) -> None:
         assert part in first
     (norms,) = (line for line in lines if "llama-eagle31-nested:" in line)
     assert "fc_norm, norm_output on" in norms
+
+
+def against(drafter: Path, cache: Path, **env: str) -> list[Finding]:
+    """What `check` finds to be failing or wrong with a drafter, on this host."""
+    line = ["vllm", "serve", *command_line(harness.engine_arguments(drafter=drafter))]
+    report = check(line, environ=harness.environment(cache, **env))
+    return [f for f in report.findings if f.severity in (Severity.FAILS, Severity.WRONG)]
+
+
+@scenario("variants: check")
+def test_check_has_nothing_against_what_starts(
+    host: str, variant_folders: Path, cache: Path
+) -> None:
+    """The drafters of the tests above, which start on this host and are right."""
+    started = {*LLAMA} if host != "0.32.0" else {*V2}
+    if host not in NO_MLA:
+        started |= {*MLA, "mla-plain-rope"}
+    found = {name: against(variant_folders / name, cache) for name in sorted(started)}
+    assert not {name: findings for name, findings in found.items() if findings}
+
+
+@scenario("variants: check")
+@pytest.mark.parametrize("name", STOCK)
+def test_check_knows_what_stock_does(name: str, variant_folders: Path, cache: Path) -> None:
+    """Without the plugin these count otherwise or do not start (above)."""
+    found = against(variant_folders / name, cache, VLLM_PLUGINS=harness.SHIM_PLUGINS)
+    assert "host-patch-not-in-place" in {finding.id for finding in found}

@@ -55,6 +55,10 @@ def test_every_place_and_both_conventions(
     assert layers.captured == captured
     assert layers.stated == tuple(ids)
     assert layers.certain is certain
+    assert (layers.unsure is None) is certain
+    if layers.unsure is not None:
+        assert layers.unsure.kind.id == "drafter-aux-unsure"
+        assert str([i + 1 for i in captured]) in layers.unsure.fix
     assert str(ids) in str(layers)
     assert str(list(captured)) in str(layers)
 
@@ -78,6 +82,26 @@ def test_a_config_that_contradicts_itself_is_refused() -> None:
         resolve({KEY: [2, 30, 58], "eagle_config": {KEY: [2, 20, 58]}})
 
 
+@pytest.mark.parametrize(
+    ("config", "chosen", "file", "key"),
+    [
+        ({KEY: [2, 30, 58]}, None, "config.json", KEY),
+        ({"eagle_config": {KEY: [2, 30, 58]}}, None, "config.json", f"eagle_config.{KEY}"),
+        ({"eagle_config": {"layer_ids": [2, 30, 58]}}, None, "config.json",
+         "eagle_config.layer_ids"),
+        ({}, None, "config.json", KEY),
+        ({KEY: [2, 9, 30, 58]}, [2, 30, 58], None, "--additional-config"),
+    ],
+)  # fmt: skip
+def test_too_few_are_said_of_where_they_stand(
+    config: dict[str, Any], chosen: list[int] | None, file: str | None, key: str
+) -> None:
+    with pytest.raises(CheckpointError) as refusal:
+        resolve(config, fc_count=4, chosen=chosen)
+    evidence = refusal.value.finding.evidence
+    assert (evidence.file, evidence.key) == (file, key)
+
+
 def test_the_users_choice_wins() -> None:
     layers = resolve({KEY: [1, 29, 57]}, chosen=[1, 29, 57])
     assert layers.captured == (1, 29, 57)
@@ -99,8 +123,9 @@ def test_the_users_choice_wins() -> None:
 def test_their_number_is_that_of_fc(
     config: dict[str, Any], fc_count: int | None, message: str
 ) -> None:
-    with pytest.raises(CheckpointError, match=message):
+    with pytest.raises(CheckpointError, match=message) as refusal:
         resolve(config, fc_count=fc_count)
+    assert refusal.value.finding.kind.id in ("drafter-aux-count", "drafter-config-value")
 
 
 @pytest.mark.parametrize("place", PLACES, ids=lambda place: place["where"])
@@ -114,6 +139,13 @@ def test_what_cannot_be_layers_is_refused_by_name(place: dict[str, Any], ids: An
         resolve(place["make"](ids))
     assert "layer" in str(refusal.value)
     assert "\n" not in str(refusal.value)
+    finding = refusal.value.finding
+    assert finding.kind.id == "drafter-aux-layers"
+    assert finding.fix
+    assert finding.evidence.file == "config.json"
+    assert finding.evidence.key in place["make"](0) or finding.evidence.key == (
+        f"eagle_config.{next(iter(place['make'](0)['eagle_config']))}"
+    )
 
 
 def test_a_default_that_names_a_layer_twice_is_refused() -> None:

@@ -19,6 +19,8 @@ from vllm_kimi_eagle3.checkpoint.errors import CheckpointError
 from vllm_kimi_eagle3.checkpoint.tensors import (
     INDEX_FILE,
     TensorInfo,
+    find_tensors,
+    headers,
     is_complete,
     read_header,
     read_integers,
@@ -189,7 +191,7 @@ BROKEN: dict[str, tuple[bytes, str]] = {
     "a byte order mark": (encoded(b"\xef\xbb\xbf{}"), "no valid JSON"),
     "NaN": (encoded(b'{"__metadata__": NaN}'), "no valid JSON"),
     "a number of 5000 digits": (encoded(b'{"a": ' + b"9" * 5000 + b"}"), ""),
-    "nested too deep": (encoded(b"[" * 200_000), "nested too deep"),
+    "nested too deep": (encoded(b'{"a":' + b"[" * 200_000), "nested too deep"),
     "an object nested too deep": (encoded(b'{"a":' * 200_000), "nested too deep"),
     "a list": (encoded(b"[]"), "no object"),
     "a name given twice": (
@@ -259,7 +261,9 @@ def test_what_cannot_be_opened_is_refused(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe.safetensors")
     assert "no file" in refused(tmp_path / "pipe.safetensors")
     (tmp_path / "loop.safetensors").symlink_to("loop.safetensors")
-    assert "cannot be read" in refused(tmp_path / "loop.safetensors")
+    assert "leads back to itself" in refused(tmp_path / "loop.safetensors")
+    (tmp_path / "dangling.safetensors").symlink_to("../blobs/0123")
+    assert "`cp -rL`" in refused(tmp_path / "dangling.safetensors")
     with pytest.raises(CheckpointError, match="cannot be read"):
         read_header("a\0b.safetensors")
 
@@ -392,7 +396,7 @@ def test_every_file_without_an_index_in_the_order_of_their_numbers(tmp_path: Pat
     save(tmp_path, ".hidden.safetensors", "a")
     (tmp_path / "sub").mkdir()
     save(tmp_path, "sub/y.safetensors", "a")
-    assert [file.name for file in weight_files(tmp_path)][:2] == [
+    assert [file.name for file in weight_files(tmp_path).files][:2] == [
         "x-9.safetensors",
         "x-10.safetensors",
     ]
@@ -405,7 +409,7 @@ def test_consolidated_files_come_first_with_their_own_index(tmp_path: Path) -> N
     save(tmp_path, "consolidated.01.safetensors", "b")
     index(tmp_path, {"a": "model.safetensors"})
     index(tmp_path, {"b": "consolidated.01.safetensors"}, "consolidated.safetensors.index.json")
-    assert [file.name for file in weight_files(tmp_path)] == ["consolidated.01.safetensors"]
+    assert [file.name for file in weight_files(tmp_path).files] == ["consolidated.01.safetensors"]
 
 
 def test_a_folder_without_safetensors_says_nothing(tmp_path: Path) -> None:
@@ -413,7 +417,7 @@ def test_a_folder_without_safetensors_says_nothing(tmp_path: Path) -> None:
     (tmp_path / "pytorch_model.bin").write_bytes(b"")
     index(tmp_path, {"a": "model-1.safetensors"})
     assert read_tensors(tmp_path) is None
-    assert weight_files(tmp_path) == []
+    assert weight_files(tmp_path).files == ()
 
 
 def test_an_index_alone_means_missing_shards(tmp_path: Path) -> None:
@@ -487,6 +491,95 @@ def test_any_index_is_read_or_refused(
     read_or_refused(folder)
 
 
+def test_files_one_after_the_other(tmp_path: Path) -> None:
+    save(tmp_path, "model-00001-of-00002.safetensors", "a", "more")
+    save(tmp_path, "model-00002-of-00002.safetensors", "b")
+    index(
+        tmp_path,
+        {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"},
+    )
+    weights = weight_files(tmp_path)
+    assert weights.missing == ()
+    read = [(file.name, sorted(held)) for file, held in headers(weights)]
+    assert read == [
+        ("model-00001-of-00002.safetensors", ["a", "more"]),
+        ("model-00002-of-00002.safetensors", ["b"]),
+    ]
+    (tmp_path / "model-00001-of-00002.safetensors").unlink()
+    assert weight_files(tmp_path).missing == ("model-00001-of-00002.safetensors",)
+    with pytest.raises(CheckpointError, match="no such file"):
+        next(headers(weight_files(tmp_path)))
+
+
+def test_named_tensors_are_found_in_the_files_that_the_index_gives(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(tmp_path, "one.safetensors", "a.weight", "b")
+    save(tmp_path, "two.safetensors", "c")
+    write(tmp_path / "three.safetensors", b"broken")
+    where = {"a.weight": "one.safetensors", "b": "one.safetensors", "c": "two.safetensors"}
+    index(
+        tmp_path,
+        {**where, "d": "three.safetensors", "e": "gone.safetensors", "f": "two.safetensors"},
+    )
+    found = find_tensors(tmp_path, "a.weight", "c", "aXweight", "weight_map", "e", "f")
+    assert {name: info.file for name, info in found.items()} == {
+        "a.weight": tmp_path / "one.safetensors",
+        "c": tmp_path / "two.safetensors",
+    }
+    with pytest.raises(CheckpointError):
+        find_tensors(tmp_path, "d")
+    (tmp_path / INDEX_FILE).unlink()
+    (tmp_path / "three.safetensors").unlink()
+    assert set(find_tensors(tmp_path, "b", "c", "x")) == {"b", "c"}
+    monkeypatch.setattr(module, "_MAX_SEARCHED", 3)
+    index(tmp_path, where)
+    with pytest.raises(CheckpointError, match="more than any"):
+        find_tensors(tmp_path, "b")
+
+
+def test_a_name_in_two_files_ends_the_search(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read: list[Path] = []
+    one = module._tensors
+    monkeypatch.setattr(module, "_tensors", lambda path, *a: (read.append(path), one(path, *a))[1])
+    for name in "123456":
+        save(tmp_path, f"{name}.safetensors", "a")
+    assert set(find_tensors(tmp_path, "a", "b")) == {"a"}
+    assert len(read) == 2
+    # What is not there is looked for up to the bound.
+    monkeypatch.setattr(module, "_MAX_HEADERS_BYTES", 4 * module._LEAST_HEADER_BYTES)
+    read.clear()
+    with pytest.raises(CheckpointError, match="holds more than 4 files"):
+        find_tensors(tmp_path, "b")
+    assert len(read) == 4
+
+
+@pytest.mark.parametrize(
+    ("bound", "files"),
+    [
+        ("_MAX_KEPT", {"model.safetensors": ["a", "b", "c"]}),
+        (
+            "_MAX_KEPT_BESIDES",
+            {"1.safetensors": ["a"], "2.safetensors": ["b"], "3.safetensors": ["c"]},
+        ),
+        ("_MAX_FILES", {"1.safetensors": ["a"], "2.safetensors": ["b"], "3.safetensors": ["c"]}),
+    ],
+)
+def test_what_is_more_than_any_checkpoint_is_given_up_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bound: str, files: dict[str, list[str]]
+) -> None:
+    for name, tensors in files.items():
+        save(tmp_path, name, *tensors)
+    assert set(read_tensors(tmp_path) or {}) == {"a", "b", "c"}
+    monkeypatch.setattr(module, bound, 2 if bound == "_MAX_FILES" else 1200)
+    with pytest.raises(CheckpointError) as error:
+        read_tensors(tmp_path)
+    assert error.value.finding.id == "files-too-large"
+    assert error.value.finding.kind.undecided
+
+
 def test_no_folder_is_refused(tmp_path: Path) -> None:
     assert "cannot be read" in folder_refused(tmp_path / "absent")
     assert "cannot be read" in folder_refused(write(tmp_path / "file", VALID))
@@ -502,9 +595,10 @@ def test_only_small_integer_tensors_are_read(tmp_path: Path) -> None:
     assert read_integers(read["b"]) == list(struct.unpack("<2q", bytes(range(8, 24))))
     with pytest.raises(CheckpointError, match="F32 values where integers"):
         read_integers(read["a"])
-    size = 2**24 + 8
-    with pytest.raises(CheckpointError, match="more than any vocabulary"):
-        read_integers(TensorInfo("I64", (size // 8,), tmp_path / "x.safetensors", 0, size))
+    size = 2**20 + 1
+    for dtype, width in (("I64", 8), ("BOOL", 1)):
+        with pytest.raises(CheckpointError, match="more than any vocabulary"):
+            read_integers(TensorInfo(dtype, (size,), tmp_path / "x.safetensors", 0, size * width))
     with pytest.raises(CheckpointError, match="in no file"):
         read_integers(TensorInfo("I64", (1,), None, 0, 8))
 

@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import copy
 import json
+import pickle
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -15,14 +16,17 @@ from tests.assets import variants
 from vllm_kimi_eagle3.checkpoint.drafter import (
     Drafter,
     TargetShape,
+    TensorsError,
     attention_of,
+    check_head,
     check_tensors,
     read_drafter,
 )
-from vllm_kimi_eagle3.checkpoint.drafter_tensors import Expected
+from vllm_kimi_eagle3.checkpoint.drafter_tensors import Expected, expected_tensors
 from vllm_kimi_eagle3.checkpoint.errors import CheckpointError
 from vllm_kimi_eagle3.checkpoint.folder import read_config
 from vllm_kimi_eagle3.checkpoint.tensors import TensorInfo, read_tensors
+from vllm_kimi_eagle3.findings.catalogue import KINDS
 
 CONFIGS = Path(__file__).parents[1] / "data" / "configs"
 PUBLISHED = json.loads((CONFIGS / "expected.json").read_text())
@@ -97,23 +101,30 @@ def edited(config: dict[str, Any], **changes: Any) -> dict[str, Any]:
         ({"hidden_size": None}, "hidden_size is missing"),
         ({"intermediate_size": "256"}, "intermediate_size is '256'"),
         ({"num_hidden_layers": 0}, "num_hidden_layers is 0"),
+        ({"num_hidden_layers": 2**30}, "num_hidden_layers is 1073741824, and a drafter has one to"),
         ({"max_position_embeddings": -1}, "max_position_embeddings is -1"),
-        ({"fc_norm": "yes"}, "fc_norm is 'yes'; it must be true or false"),
+        ({"fc_norm": "yes"}, "fc_norm is 'yes', and must be true or false"),
         (
             {"fc_norm": True, "eagle_config": {"fc_norm": False}},
             "contradicts itself: fc_norm is tr",
         ),
         ({"eagle_config": {"use_aux_hidden_state": 1}}, "eagle_config.use_aux_hidden_state is 1"),
         ({"quantization_config": "fp8"}, "quantization_config is 'fp8'"),
-        ({"transformer_layer_config": []}, "transformer_layer_config is list"),
+        ({"transformer_layer_config": []}, "transformer_layer_config is ..,"),
     ],
     ids=repr,
 )
 def test_what_cannot_be_is_refused_by_name(
     base: dict[str, Any], changes: dict[str, Any], message: str
 ) -> None:
-    with pytest.raises(CheckpointError, match=message):
+    with pytest.raises(CheckpointError, match=message) as refusal:
         read(edited(base, **changes))
+    finding = refusal.value.finding
+    assert finding.id in KINDS
+    assert finding.fix
+    assert finding.evidence.file == "config.json"
+    assert finding.evidence.key is not None
+    assert finding.evidence.key.rpartition(".")[2] in str(changes)
 
 
 def test_an_mla_drafter_with_a_scaling_that_vllm_takes_for_yarn() -> None:
@@ -128,6 +139,43 @@ def test_aux_layers_cannot_be_chosen_for_a_drafter_without() -> None:
     assert read(config).aux is None
     with pytest.raises(CheckpointError, match="aux layers were chosen"):
         read(config, chosen_aux_layers=[2, 4, 5])
+
+
+def test_an_mla_drafter_does_not_draft_in_parallel() -> None:
+    assert read(LLAMA, parallel_drafting=True).expected.parallel_drafting
+    with pytest.raises(CheckpointError, match='leave "parallel_drafting" out') as refusal:
+        read(MLA, parallel_drafting=True)
+    assert refusal.value.finding.id == "drafter-parallel"
+
+
+def test_everything_that_does_not_fit_is_said_at_once() -> None:
+    expected = read(MLA).expected
+    tensors = {
+        name: TensorInfo("BF16", want.shape) for name, want in expected_tensors(expected).items()
+    }
+    tensors["fc.weight"] = TensorInfo("BF16", (1, 2, 3))
+    del tensors["norm.weight"]
+    with pytest.raises(TensorsError) as refusal:
+        check_tensors(expected, tensors)
+    error = pickle.loads(pickle.dumps(refusal.value))
+    assert [f.id for f in error.findings] == ["drafter-tensor-missing", "drafter-tensor-shape"]
+    assert error.finding == error.findings[0]
+    for finding in error.findings:
+        assert finding.fix
+        assert f"{finding.fact}; {finding.fix}" in str(error)
+        assert finding.evidence.key in ("norm.weight", "fc.weight")
+
+
+def test_a_quantised_head() -> None:
+    tensors = {"lm_head.weight": TensorInfo("F8_E4M3", (8, 4)), "lm_head.weight_scale": F32}
+    check_head(tensors, True)
+    check_head({"lm_head.weight": TensorInfo("BF16", (8, 4))}, False)
+    with pytest.raises(CheckpointError, match=r"lm_head\.weight_scale") as refusal:
+        check_head(tensors, False)
+    assert refusal.value.finding.id == "drafter-quantized-head"
+
+
+F32 = TensorInfo("F32", (1,))
 
 
 @pytest.mark.parametrize(
@@ -192,8 +240,9 @@ def test_any_config_is_read_or_refused_by_name(
     try:
         drafter = read_drafter(config, TINY, chosen_aux_layers=chosen)
     except CheckpointError as error:
-        drafter, refusal = None, str(error)
+        drafter, refusal, finding = None, str(error), error.finding
     else:
-        refusal = ""
+        refusal, finding = "", None
+    assert finding is None or (finding.id in KINDS and finding.fix)
     assert "\n" not in refusal
     assert drafter is None or "\n" not in str(drafter)

@@ -122,6 +122,11 @@ def only_problem(found: Mapping[str, TensorLike], expected: Expected) -> Problem
     problems, _ = compare(found, expected)
     assert len(problems) == 1, [problem.text for problem in problems]
     assert "\n" not in problems[0].text
+    finding = problems[0].finding
+    assert finding.kind.id == f"drafter-tensor-{problems[0].kind}"
+    assert finding.fact
+    assert finding.fix
+    assert finding.evidence.key
     return problems[0]
 
 
@@ -301,9 +306,9 @@ def test_the_other_family() -> None:
 def test_the_query_of_mla_in_one_step_or_two() -> None:
     direct = replace(MLA, q_lora_rank=None)
     problem = only_problem(made_for(MLA), direct)
-    assert "has no q_lora_rank; set it to 1536" in problem.text
+    assert "has no q_lora_rank; set q_lora_rank to 1536" in problem.text
     problem = only_problem(made_for(direct), MLA)
-    assert "has q_lora_rank 1536; set it to null" in problem.text
+    assert "has q_lora_rank 1536; set q_lora_rank to null" in problem.text
 
 
 def test_more_layers_or_fewer() -> None:
@@ -374,6 +379,7 @@ def test_biases() -> None:
     biased = replace(LLAMA, attention_bias=True)
     problem = only_problem(made_for(biased), LLAMA)
     assert 'set "attention_bias": true' in problem.text
+    assert "vLLM would drop the bias without a word" in problem.text
     assert len(problem.tensors) == 4
     problem = only_problem(made_for(LLAMA), biased)
     assert problem.kind == "missing"

@@ -13,8 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from packaging.version import Version
 
+from vllm_kimi_eagle3.findings import Finding, Severity
 from vllm_kimi_eagle3.host import SUPPORTED
-from vllm_kimi_eagle3.limits import Attention, Limit, Run, Runner, limits, run_of
+from vllm_kimi_eagle3.limits import Attention, Run, Runner, limits, run_of
+from vllm_kimi_eagle3.patches import cannot_work
 
 AUX = {"aux_layers": (2, 30, 58)}
 
@@ -30,7 +32,11 @@ def run(version: str | None, runner: Runner, attention: Attention, **settings: A
 
 def found(*args: Any, **settings: Any) -> dict[str, bool]:
     """The limits' ids, and whether each refuses."""
-    return {limit.id: limit.refused for limit in limits(run(*args, **settings))}
+    return {finding.id: refuses(finding) for finding in limits(run(*args, **settings))}
+
+
+def refuses(finding: Finding) -> bool:
+    return finding.severity is Severity.FAILS
 
 
 def releases(first: str, last: str) -> list[str]:
@@ -47,7 +53,7 @@ def test_the_usual_run_meets_none(release: str, runner: Runner, attention: Atten
 
 @pytest.mark.parametrize("release", SUPPORTED)
 def test_pipeline_parallelism_where_a_layer_is_on_an_earlier_rank(release: str) -> None:
-    refused = {"pipeline-parallel": True}
+    refused = {"run-pipeline-parallel": True}
     two = {"pipeline_parallel_size": 2}
     assert found(release, "V1", "llama", **two) == refused
     assert found(release, "V1", "llama", **two, **AUX, last_rank_start=31) == refused
@@ -63,7 +69,7 @@ def test_pipeline_parallelism_where_a_layer_is_on_an_earlier_rank(release: str) 
 def test_context_parallelism_with_a_llama_drafter(release: str, runner: Runner) -> None:
     for settings in ({"drafter_kv_heads": 64}, {"drafter_kv_heads": 8}, {}):
         assert found(release, runner, "llama", decode_context_parallel_size=8, **settings) == {
-            "dcp-llama": True
+            "run-dcp-llama": True
         }
     # One KV head over 8 ranks, or two over 4 each: every rank of a group holds the same.
     for heads, size in ((1, 8), (1, 2), (2, 4)):
@@ -80,20 +86,21 @@ def test_context_parallelism_with_a_llama_drafter(release: str, runner: Runner) 
 
 
 def test_the_crash_is_named_where_it_can_happen() -> None:
-    texts = {
-        release: limits(run(release, "V1", "llama", decode_context_parallel_size=8))[0].text
+    met = {
+        release: limits(run(release, "V1", "llama", decode_context_parallel_size=8))[0]
         for release in SUPPORTED
     }
-    named = [release for release, text in texts.items() if "issues/40791" in text]
+    named = [r for r, finding in met.items() if "first request does not fail" in finding.fact]
+    assert named == [r for r, finding in met.items() if finding.links]
     assert named == releases("0.20.2", "0.33.0")
 
 
 @pytest.mark.parametrize("release", SUPPORTED)
 def test_context_parallelism_with_an_mla_drafter(release: str) -> None:
     dcp = {"decode_context_parallel_size": 8}
-    assert found(release, "V1", "mla", **dcp) == {"dcp-later-drafts": False}
+    assert found(release, "V1", "mla", **dcp) == {"run-dcp-later-drafts": False}
     refused = release in releases("0.15.1", "0.28.0")
-    assert found(release, "V2", "mla", **dcp) == ({"dcp-v2": True} if refused else {})
+    assert found(release, "V2", "mla", **dcp) == ({"run-dcp-v2": True} if refused else {})
     for runner in ("V1", "V2"):
         assert found(release, runner, "mla", **dcp, num_speculative_tokens=1) == {}
 
@@ -120,7 +127,7 @@ def test_a_back_end_of_the_other_kind(
     right: str,
 ) -> None:
     runner, *span = where
-    refused = {"draft-backend": True}
+    refused = {"run-draft-backend": True}
     for release in releases(*span):
         alone = found(release, runner, attention, attention_backend=wrong)
         assert alone == (refused if expected[0] else {}), release
@@ -132,13 +139,13 @@ def test_a_back_end_of_the_other_kind(
 @pytest.mark.parametrize("release", releases("0.21.0", "0.33.0"))
 def test_the_drafters_own_back_end(release: str) -> None:
     own = {"draft_attention_backend": "TRITON_MLA"}
-    assert found(release, "V1", "llama", **own) == {"draft-backend": True}
+    assert found(release, "V1", "llama", **own) == {"run-draft-backend": True}
     ignored = release in releases("0.21.0", "0.29.0")
     assert found(release, "V2", "llama", **own) == (
-        {"draft-backend-ignored": False} if ignored else {"draft-backend": True}
+        {"run-draft-backend-ignored": False} if ignored else {"run-draft-backend": True}
     )
     assert found(release, "V2", "mla", **own) == (
-        {"draft-backend-ignored": False} if ignored else {}
+        {"run-draft-backend-ignored": False} if ignored else {}
     )
 
 
@@ -152,18 +159,28 @@ def test_the_drafters_own_back_end(release: str) -> None:
     ],
 )
 def test_the_fix_is_one_that_the_release_has(version: str, runner: Runner, fix: str) -> None:
-    (limit,) = limits(run(version, runner, "llama", attention_backend="TRITON_MLA"))
-    assert fix in limit.text
-    assert "TRITON_MLA" in limit.text
+    (finding,) = limits(run(version, runner, "llama", attention_backend="TRITON_MLA"))
+    assert fix in finding.fix
+    assert "TRITON_MLA" in finding.fact
 
 
 @pytest.mark.parametrize("release", SUPPORTED)
 @pytest.mark.parametrize("runner", ["V1", "V2"])
 def test_draft_tensor_parallel_size_is_said_to_do_nothing(release: str, runner: Runner) -> None:
-    for size in (1, 4):
+    # vLLM itself refuses a size that is neither 1 nor the target's.
+    for size, refused in ((1, False), (4, True)):
         assert found(release, runner, "llama", draft_tensor_parallel_size=size) == {
-            "draft-tensor-parallel": False
+            "run-draft-tensor-parallel": refused
         }
+
+
+def test_what_vllm_forces_itself_is_not_the_users_fault() -> None:
+    (finding,) = limits(run("0.17.1", "V1", "llama", attention_backend="FLASHINFER_MLA"))
+    assert finding.id == "run-draft-backend"
+    assert "vLLM 0.17.1 itself forces on a Blackwell GPU" in finding.fact
+    assert "--attention-backend" not in finding.fix
+    (finding,) = limits(run("0.18.1", "V1", "llama", attention_backend="FLASHINFER_MLA"))
+    assert "leave out --attention-backend" in finding.fix
 
 
 def test_an_unknown_version_is_a_new_one() -> None:
@@ -198,9 +215,9 @@ NAMES = st.none() | st.sampled_from(["FLASH_ATTN", "TRITON_MLA", "FLASHMLA", "",
 def test_any_run_gives_lines(any_run: Run) -> None:
     first = limits(any_run)
     assert first == limits(replace(any_run))
-    assert all(isinstance(limit, Limit) and "\n" not in limit.text for limit in first)
-    assert len({limit.id for limit in first}) == len(first)
-    assert [limit.refused for limit in first] == sorted((li.refused for li in first), reverse=True)
+    assert all("\n" not in finding.text for finding in first)
+    assert len({finding.id for finding in first}) == len(first)
+    assert [refuses(f) for f in first] == sorted(map(refuses, first), reverse=True)
 
 
 class Backend(Enum):
@@ -276,18 +293,15 @@ def test_a_run_of_each_era(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_pipeline_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     config = vllm_config(parallel_config__pipeline_parallel_size=4, use_v2_model_runner=False)
-    draft = config.speculative_config.draft_model_config
     assert run_of(config, Version("0.31.0")).last_rank_start == 46
-    draft.hf_config.eagle_config = {"eagle_aux_hidden_state_layer_ids": [1, 29, 57]}
-    assert run_of(config, Version("0.31.0")).aux_layers == (1, 29, 57)
-    draft.hf_config.eagle_aux_hidden_state_layer_ids = [50, 55, 60]
-    read = run_of(config, Version("0.31.0"))
+    assert run_of(config, Version("0.31.0")).aux_layers == (2, 30, 58)
+    read = run_of(config, Version("0.31.0"), (50, 55, 60))
     assert read.aux_layers == (50, 55, 60)
     assert limits(read) == []
     monkeypatch.setenv("VLLM_PP_LAYER_PARTITION", "20,20,20,1")
     read = run_of(config, Version("0.31.0"))
     assert read.last_rank_start == 60
-    assert [limit.id for limit in limits(read)] == ["pipeline-parallel"]
+    assert [finding.id for finding in limits(read)] == ["run-pipeline-parallel"]
 
 
 def test_a_forced_back_end_is_ignored_on_the_cpu() -> None:
@@ -300,3 +314,15 @@ def test_a_forced_back_end_is_ignored_on_the_cpu() -> None:
 def test_a_configuration_that_lacks_everything() -> None:
     bare = SimpleNamespace(parallel_config=SimpleNamespace(), speculative_config=SimpleNamespace())
     assert run_of(bare, Version("0.33.0")) == Run(Version("0.33.0"), "V2", "llama")
+
+
+@pytest.mark.parametrize(("aux", "refused"), [((50, 55, 60), False), ((2, 30, 58), True)])
+def test_the_start_goes_by_what_the_drafter_is_fed(aux: tuple[int, ...], refused: bool) -> None:
+    config = vllm_config(parallel_config__pipeline_parallel_size=4, use_v2_model_runner=False)
+    fed = SimpleNamespace(aux=SimpleNamespace(captured=aux))
+    pair = SimpleNamespace(drafter=fed, notes=[])
+    if refused:
+        with pytest.raises(ValueError, match="aux layers"):
+            cannot_work._decide(config, pair)
+    else:
+        cannot_work._decide(config, pair)

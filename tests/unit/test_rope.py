@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from tests.reference.layers import rotary_from_config
 from vllm_kimi_eagle3.checkpoint.errors import CheckpointError
-from vllm_kimi_eagle3.checkpoint.rope import Rope, read_rope
+from vllm_kimi_eagle3.checkpoint.rope import Reach, Rope, read_rope
 
 YARN = {
     "factor": 64.0,
@@ -45,6 +45,19 @@ def test_plain_rope_in_every_layout(config: dict[str, Any]) -> None:
     assert (rope.factor, rope.magnitude, rope.yarn) == (1.0, 1.0, False)
     assert str(rope) == "theta 1e+06, no scaling"
     assert rope.position_limit(2048) is None
+    assert rope.stock_magnitude == 1.0
+    assert rope.reach(2048, 4096, 2048) == Reach(True, None, None)
+    reach = rope.reach(None, 2048, 9000)
+    assert (reach.formula, reach.limit) == (True, None)
+    assert reach.finding is not None
+    assert "no max_position_embeddings, which stands for 2048" in reach.finding.fact
+    assert rope.reach(None, 2048, 2048) == Reach(True, None, None)
+    reach = rope.reach(2048, 4096, 9000)
+    assert (reach.formula, reach.limit) == (True, None)
+    assert reach.finding is not None
+    assert reach.finding.kind.id == "drafter-length"
+    assert "9000" in reach.finding.fact
+    assert "2048" in reach.finding.fact
 
 
 @pytest.mark.parametrize("config", KIMI, ids=repr)
@@ -54,6 +67,13 @@ def test_yarn_in_every_layout(config: dict[str, Any]) -> None:
     assert (rope.factor, rope.magnitude) == (64.0, 1.0)
     assert str(rope) == "theta 50000, YaRN x64"
     assert rope.position_limit(2048) == 262144
+    assert rope.stock_magnitude == pytest.approx(1.4158883)
+    assert rope.reach(262144, 4096, 262144) == Reach(False, None, None)
+    reach = rope.reach(262144, 4096, 262145)
+    assert (reach.formula, reach.limit) == (False, 262144)
+    assert reach.finding is not None
+    assert reach.finding.kind.id == "drafter-rope-ends"
+    assert "--max-model-len 262144" in reach.finding.fix
 
 
 # Inverse frequencies of channels 0, n/4, n/2, 3n/4 and n-1 of n, from the formulas of DeepSeek's
@@ -104,14 +124,18 @@ def test_the_magnitude_is_the_references(mscale: tuple[float, float], expected: 
     ("config", "message"),
     [
         ({"rope_theta": 0}, "rope_theta is 0"),
-        ({"rope_theta": True}, "rope_theta is True"),
+        ({"rope_theta": True}, "rope_theta is true"),
         ({"rope_theta": float("nan")}, "rope_theta is nan"),
         ({"rope_theta": 1 << 5000}, "rope_theta is"),
         ({"rope_scaling": "yarn"}, "rope_scaling is 'yarn'"),
-        ({"rope_scaling": {"type": "yarn"}}, "rope_scaling.factor is None"),
+        ({"rope_scaling": {"type": "yarn"}}, "rope_scaling.factor is null"),
         ({"rope_scaling": {"type": "yarn", "factor": 4}}, "original_max_position_embeddings"),
-        ({"rope_scaling": {"type": "yarn", "rope_type": "linear"}}, "both linear and yarn"),
+        ({"rope_scaling": {"type": "yarn", "rope_type": "linear"}}, "both 'linear' and 'yarn'"),
         ({"rope_scaling": {"factor": 4}}, "no rope_type"),
+        (
+            {"rope_scaling": {"type": "a rope\nof mine"}},
+            r"rope_type 'a rope\\nof mine', which no vLLM",
+        ),
         (
             {"rope_theta": 1e4, "rope_parameters": {"rope_type": "default", "rope_theta": 5e4}},
             "contradicts itself",
@@ -123,8 +147,12 @@ def test_the_magnitude_is_the_references(mscale: tuple[float, float], expected: 
     ],
 )
 def test_what_is_no_rope_is_refused_by_name(config: dict[str, Any], message: str) -> None:
-    with pytest.raises(CheckpointError, match=message):
+    with pytest.raises(CheckpointError, match=message) as refusal:
         read_rope(config)
+    finding = refusal.value.finding
+    assert finding.kind.id == "drafter-rope"
+    assert finding.fix
+    assert finding.evidence.file == "config.json"
 
 
 values = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=6)

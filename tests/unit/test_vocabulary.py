@@ -24,6 +24,8 @@ def refused(*arguments: Any) -> str:
     with pytest.raises(CheckpointError) as error:
         check_vocabulary(*arguments)
     assert "\n" not in str(error.value)
+    assert error.value.finding.kind.id in ("drafter-vocabulary", "drafter-d2t")
+    assert error.value.finding.fix
     return str(error.value)
 
 
@@ -78,11 +80,14 @@ def test_another_order_needs_a_mask_that_confirms_it(targets: list[int]) -> None
 
 def test_a_full_vocabulary() -> None:
     assert check_vocabulary(4, 4, None, None) == Vocabulary(4, reduced=False, drop_d2t=False)
-    assert check_vocabulary(4, 4, None, [1] * 4).note == ""
+    assert check_vocabulary(4, 4, None, [1] * 4).notes == ()
     for identity in ([0] * 4, [0, 1, 2, 3]):
         result = check_vocabulary(4, 4, identity, None)
         assert (result.reduced, result.drop_d2t) == (False, True)
-        assert "not needed" in result.note
+        assert result.ids == any(identity)
+        (note,) = result.notes
+        assert note.kind.id == "drafter-d2t-unneeded"
+        assert "not needed" in note.fact
     assert "reorders a full vocabulary" in refused(4, 4, [1, -1, 0, 0], None)
     assert "4 entries" in refused(5, 5, [0] * 4, None)
 
@@ -99,7 +104,9 @@ def test_a_map_of_zeros_is_one_that_was_not_filled_in_unless_the_mask_says_so() 
 
 def test_sizes_that_contradict_each_other() -> None:
     assert "d2t has 3 entries, draft_vocab_size is 4" in refused(12, 4, D2T[:3], None)
-    assert "t2d has 11 entries" in check_vocabulary(12, 4, D2T, T2D[:11]).note
+    (note,) = check_vocabulary(12, 4, D2T, T2D[:11]).notes
+    assert note.kind.id == "drafter-t2d"
+    assert "t2d has 11 entries" in note.fact
     assert "t2d marks 5 tokens" in refused(12, 4, D2T, mask(12, [1, 2, 5, 9, 10]))
     assert "larger than the target's" in refused(4, 12, None, None)
     for sizes in ((4, 0), (4, -1), (0, 0), (-1, -1)):
@@ -128,5 +135,13 @@ def test_a_mask_of_another_selection() -> None:
 
 
 def test_a_mask_that_is_none_is_not_held_against_the_map() -> None:
-    assert "not used" in check_vocabulary(12, 4, D2T, [7] * 5).note
+    (note,) = check_vocabulary(12, 4, D2T, [7] * 5).notes
+    assert "not used" in note.fact
     assert "all zero" in refused(12, 4, [0] * 4, [7] * 5)
+
+
+def test_an_entry_that_is_wrong_is_named() -> None:
+    with pytest.raises(CheckpointError) as refusal:
+        check_vocabulary(12, 4, [1, 1, 3, 9], None)
+    evidence = refusal.value.finding.evidence
+    assert (evidence.key, evidence.value) == ("d2t[3]", "9")

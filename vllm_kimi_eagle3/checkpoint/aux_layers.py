@@ -17,13 +17,17 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
+
+from vllm_kimi_eagle3.findings import Evidence, Finding
 
 from .errors import CheckpointError, quoted
 
 KEY = "eagle_aux_hidden_state_layer_ids"
 COUNT_KEY = "num_aux_hidden_states"
 NESTED = "eagle_config"
+FILE = "config.json"
+_OWN_FILE = f"the drafter's {FILE}"
 # The spelling that vLLM's V2 runner looks for inside eagle_config from 0.27 on.
 _NESTED_KEYS = (KEY, "layer_ids")
 
@@ -42,6 +46,8 @@ class AuxLayers:
             is the embedding and the number of layers the last layer's output before the final norm.
         stated: the ids as they were written, or None where nothing names any.
         source: where they were written, in words.
+        file: the file that they were written in; None on the command line.
+        key: the key that they were written under.
         rule: how ``captured`` follows from ``stated``, in words.
         certain: False where the ids fit neither convention and were taken as they are.
     """
@@ -49,8 +55,24 @@ class AuxLayers:
     captured: tuple[int, ...]
     stated: tuple[int, ...] | None
     source: str
+    file: str | None
+    key: str
     rule: str
     certain: bool = True
+
+    @property
+    def unsure(self) -> Finding | None:
+        """What to try where the convention could not be told."""
+        if self.certain:
+            return None
+        higher = OPTION.replace("[...]", str([i + 1 for i in self.captured]))
+        return Finding(
+            "drafter-aux-unsure",
+            f"the aux layers fit neither convention: {self.source} says {list(self.stated or ())}, "
+            f"and they are captured as they stand, as inputs of layers",
+            f"if acceptance is low, try each one higher with {higher}",
+            Evidence(file=self.file, key=self.key, value=str(list(self.stated or ()))),
+        )
 
     def __str__(self) -> str:
         stated = "none" if self.stated is None else str(list(self.stated))
@@ -83,55 +105,71 @@ def resolve_aux_layers(
     """
     count = _count(config, fc_count)
     if chosen is not None:
-        where = OPTION.replace("[...]", quoted(chosen))
-        ids = _checked(chosen, where, num_layers, num_layers)
-        return _counted(AuxLayers(ids, ids, where, "as you chose: inputs of layers"), count)
-    stated = [
-        (where, _checked(value, where, num_layers, num_layers)) for where, value in _named(config)
-    ]
-    resolved = [_resolve(where, ids, num_layers) for where, ids in stated]
+        place = _Place(OPTION.replace("[...]", quoted(chosen)), None, "--additional-config")
+        ids = _checked(chosen, place, num_layers)
+        return _counted(AuxLayers(ids, ids, *place, "as you chose: inputs of layers"), count)
+    stated = [(place, _checked(value, place, num_layers)) for place, value in _named(config)]
+    resolved = [_resolve(place, ids, num_layers) for place, ids in stated]
     if any(r.captured != resolved[0].captured for r in resolved):
-        both = " and ".join(f"{where} says {list(ids)}" for where, ids in stated)
+        both = " and ".join(f"`{place.key}` says {list(ids)}" for place, ids in stated)
         raise CheckpointError(
-            f"the drafter's config.json contradicts itself: {both}, which are not the same layers; "
-            f"correct it, or choose with {OPTION}"
+            "drafter-aux-contradiction",
+            f"{_OWN_FILE} contradicts itself: {both}, which are not the same layers",
+            f"correct it, or choose with {OPTION}",
+            file=FILE,
+            key=" and ".join(place.key for place, _ in stated),
+            value=[list(ids) for _, ids in stated],
         )
     if resolved:
         return _counted(resolved[0], count)
     layers = default_layers(num_layers)
     if len(set(layers)) != len(layers) or min(layers) < 0:
         raise CheckpointError(
-            f"the drafter's config.json names no aux layers ({KEY}), and vLLM's default for a "
-            f"target of {num_layers} layers, {layers}, names one twice; choose with {OPTION}"
+            "drafter-aux-layers",
+            f"{_OWN_FILE} names no aux layers ({KEY}), and vLLM's default for a "
+            f"target of {num_layers} layers, {layers}, names one twice or none that there is",
+            f"choose with {OPTION}",
+            file=FILE,
+            key=KEY,
         )
-    default = AuxLayers(layers, None, "config.json", "vLLM's default (2, n // 2, n - 3)")
+    default = AuxLayers(layers, None, _OWN_FILE, FILE, KEY, "vLLM's default (2, n // 2, n - 3)")
     return _counted(default, count)
 
 
-def _resolve(where: str, ids: tuple[int, ...], num_layers: int) -> AuxLayers:
+def _resolve(place: _Place, ids: tuple[int, ...], num_layers: int) -> AuxLayers:
+    captured, certain = ids, True
     if ids[0] == 1 and ids[-1] < num_layers:
-        shifted = tuple(i + 1 for i in ids)
-        return AuxLayers(shifted, ids, where, "outputs of layers, so the next layer's input")
-    if ids[0] == 2:
-        return AuxLayers(ids, ids, where, "inputs of layers, as vLLM counts")
-    if ids[-1] == num_layers:
+        captured = tuple(i + 1 for i in ids)
+        rule = "outputs of layers, so the next layer's input"
+    elif ids[0] == 2:
+        rule = "inputs of layers, as vLLM counts"
+    elif ids[-1] == num_layers:
         # The output of a layer that the target does not have: these can only be inputs.
-        return AuxLayers(ids, ids, where, "inputs of layers: the last id is no layer's output")
-    return AuxLayers(
-        ids, ids, where, "kept: fits neither convention, taken as inputs of layers", certain=False
-    )
+        rule = "inputs of layers: the last id is no layer's output"
+    else:
+        rule, certain = "kept: fits neither convention, taken as inputs of layers", False
+    return AuxLayers(captured, ids, *place, rule, certain)
 
 
-def _named(config: Mapping[str, Any]) -> list[tuple[str, Any]]:
+class _Place(NamedTuple):
+    """Where layers are named: in words, and as evidence."""
+
+    words: str
+    file: str | None
+    key: str
+
+
+def _named(config: Mapping[str, Any]) -> list[tuple[_Place, Any]]:
     """Every place of the config that names layers, with what it says."""
     found = []
     if config.get(KEY) is not None:
-        found.append((f"config.json, {KEY},", config[KEY]))
+        found.append((_Place(f"{_OWN_FILE}, {KEY},", FILE, KEY), config[KEY]))
     nested = config.get(NESTED)
     if isinstance(nested, Mapping):
-        for key in _NESTED_KEYS:
-            if nested.get(key) is not None:
-                found.append((f"config.json, {NESTED}.{key},", nested[key]))
+        for name in _NESTED_KEYS:
+            if nested.get(name) is not None:
+                key = f"{NESTED}.{name}"
+                found.append((_Place(f"{_OWN_FILE}, {key},", FILE, key), nested[name]))
     return found
 
 
@@ -140,45 +178,72 @@ def _count(config: Mapping[str, Any], fc_count: int | None) -> tuple[int, str] |
     said = config.get(COUNT_KEY)
     if said is not None and (not _is_int(said) or not 0 < said < 1000):
         raise CheckpointError(
-            f"config.json, {COUNT_KEY} is {quoted(said)}; it is the number of aux layers"
+            "drafter-config-value",
+            f"{_OWN_FILE}, {COUNT_KEY} is {quoted(said)}, and is the number of aux layers",
+            f"correct {COUNT_KEY} in the drafter's config.json",
+            file=FILE,
+            key=COUNT_KEY,
+            value=said,
         )
     if fc_count is not None:
         if said is not None and said != fc_count:
             raise CheckpointError(
-                f"config.json, {COUNT_KEY} is {said}, but fc.weight is as wide as {fc_count} "
-                "hidden states of the target; the config belongs to another checkpoint"
+                "drafter-aux-count",
+                f"{_OWN_FILE}, {COUNT_KEY} is {said}, but fc.weight is as wide as {fc_count} "
+                "hidden states of the target",
+                "give the config that belongs to the checkpoint",
+                file=FILE,
+                key=COUNT_KEY,
+                value=said,
             )
         return fc_count, "fc.weight"
-    return None if said is None else (said, f"config.json, {COUNT_KEY},")
+    return None if said is None else (said, f"{_OWN_FILE}, {COUNT_KEY},")
 
 
 def _counted(layers: AuxLayers, count: tuple[int, str] | None) -> AuxLayers:
     if count is None or len(layers.captured) == count[0]:
         return layers
     named = (
-        f"config.json names no aux layers, and the default has {len(layers.captured)}"
+        f"{_OWN_FILE} names no aux layers, and the default has {len(layers.captured)}"
         if layers.stated is None
         else f"{layers.source} names {len(layers.captured)}: {list(layers.stated)}"
     )
     raise CheckpointError(
-        f"the drafter joins {count[0]} hidden states of the target ({count[1]}), but {named}; "
-        f"write the layers that it was trained on into {KEY}, or choose with {OPTION}"
+        "drafter-aux-count",
+        f"the drafter joins {count[0]} hidden states of the target ({count[1]}), but {named}",
+        f"choose {count[0]} with {OPTION}"
+        if layers.file is None
+        else f"write the layers that it was trained on into {layers.key}, or choose with {OPTION}",
+        file=layers.file,
+        key=layers.key,
+        value=None if layers.stated is None else list(layers.stated),
     )
 
 
-def _checked(ids: Any, where: str, num_layers: int, last: int) -> tuple[int, ...]:
+def _checked(ids: Any, place: _Place, num_layers: int) -> tuple[int, ...]:
+    def no_layers(fact: str, fix: str) -> CheckpointError:
+        return CheckpointError(
+            "drafter-aux-layers", fact, fix, file=place.file, key=place.key, value=ids
+        )
+
+    where = place.words
     if not _is_list(ids) or not ids or not all(_is_int(i) for i in ids):
-        raise CheckpointError(f"{where} must be a list of layer numbers, and is {quoted(ids)}")
-    if any(not 0 <= i <= last for i in ids):
-        raise CheckpointError(
+        raise no_layers(
+            f"{where} must be a list of layer numbers, and is {quoted(ids)}",
+            "write the layers that the drafter was trained on there",
+        )
+    if any(not 0 <= i <= num_layers for i in ids):
+        raise no_layers(
             f"{where} says {quoted(list(ids))}, but the target has {num_layers} layers: ids go "
-            f"from 0 (the embedding) to {last} (the last layer's output)"
+            f"from 0 (the embedding) to {num_layers} (the last layer's output)",
+            f"give the drafter of this target, or choose with {OPTION}",
         )
     if any(a >= b for a, b in itertools.pairwise(ids)):
-        raise CheckpointError(
-            f"{where} says {quoted(list(ids))}, which does not increase; vLLM joins hidden states "
+        raise no_layers(
+            f"{where} says {quoted(list(ids))}, which does not increase: vLLM joins hidden states "
             "in the order of the layers, so the drafter would get them in another order than it "
-            "was trained on"
+            "was trained on",
+            "export it with its layers in order",
         )
     return tuple(ids)
 

@@ -12,15 +12,20 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from .aux_layers import NESTED, AuxLayers, resolve_aux_layers
+from vllm_kimi_eagle3.findings import Finding
+
+from .aux_layers import FILE, NESTED, AuxLayers, resolve_aux_layers
 from .drafter_tensors import Expected, TensorLike, compare
 from .errors import CheckpointError, quoted
-from .rope import Rope, read_rope
+from .rope import ROPE, Rope, read_rope
 
 Attention = Literal["llama", "mla"]
 
 # A drafter may state the target's vocabulary without its padding rows, of which there are fewer.
 _PADDING = 1024
+
+# More than any drafter has, and few enough to name their tensors.
+_MOST_LAYERS = 32
 
 
 @dataclass(frozen=True)
@@ -126,22 +131,29 @@ def read_drafter(
     attention = attention_of(config)
     if attention is None:
         return None
+    if parallel_drafting and attention == "mla":
+        raise CheckpointError(
+            "drafter-parallel",
+            '"parallel_drafting" in --speculative-config needs a tensor mask_hidden, which vLLM\'s '
+            "class for MLA drafters does not have",
+            'leave "parallel_drafting" out of --speculative-config',
+            key='"parallel_drafting" in --speculative-config',
+            value=True,
+        )
     config = _flat(config)
     uses_aux = _flag(config, "use_aux_hidden_state", "use_aux", absent=True)
     hidden_size = _size(config, "hidden_size")
     target_hidden_size = _size(config, "target_hidden_size", hidden_size)
     if target_hidden_size != target.hidden_size:
         key = "target_hidden_size" if "target_hidden_size" in config else "hidden_size"
-        raise CheckpointError(
-            f"config.json, {key} is {target_hidden_size}, but this target's hidden states are "
-            f"{target.hidden_size} wide: the drafter belongs to another target"
+        raise _other_target(
+            key,
+            target_hidden_size,
+            f"this target's hidden states are {target.hidden_size} wide",
         )
     vocab_size = _size(config, "vocab_size")
     if not 0 <= target.vocab_size - vocab_size <= _PADDING:
-        raise CheckpointError(
-            f"config.json, vocab_size is {vocab_size}, but this target has {target.vocab_size} "
-            "tokens: the drafter belongs to another target"
-        )
+        raise _other_target("vocab_size", vocab_size, f"this target has {target.vocab_size} tokens")
     fc_count = _fc_count(tensors, target_hidden_size) if uses_aux else None
     aux = (
         resolve_aux_layers(config, target.num_layers, fc_count=fc_count, chosen=chosen_aux_layers)
@@ -150,14 +162,24 @@ def read_drafter(
     )
     if aux is None and chosen_aux_layers is not None:
         raise CheckpointError(
+            "drafter-aux-layers",
             "aux layers were chosen, but the drafter's config.json says use_aux_hidden_state: "
-            "false: it reads the target's final hidden state alone"
+            "false: it reads the target's final hidden state alone",
+            'leave "aux_hidden_state_layers" out of --additional-config',
+            file=FILE,
+            key="use_aux_hidden_state",
+            value=False,
         )
     rope = read_rope(config)
     if attention == "mla" and not (rope.yarn or rope.kind == "default"):
         raise CheckpointError(
-            f"config.json has {rope.kind} rope scaling; vLLM's MLA classes compute every scaling "
-            "as YaRN, so this drafter would be fed other positions than it was trained on"
+            ROPE,
+            f"config.json has {rope.kind} rope scaling, and vLLM's MLA classes compute every "
+            "scaling as YaRN, so this drafter would be fed other positions than it was trained on",
+            "give a drafter with YaRN or plain rope",
+            file=FILE,
+            key="rope_scaling",
+            value=rope.kind,
         )
     quantization = _quantization(config)
     draft_vocab_size = _size(config, "draft_vocab_size", vocab_size)
@@ -175,7 +197,7 @@ def read_drafter(
         norm_before_fc=_flag(config, "norm_before_fc"),
         attention_bias=_flag(config, "attention_bias"),
         mlp_bias=_flag(config, "mlp_bias"),
-        num_layers=_size(config, "num_hidden_layers", 1),
+        num_layers=_layers(config),
         quantized=quantization is not None,
         parallel_drafting=parallel_drafting,
         **_attention_sizes(config, attention, hidden_size),
@@ -205,15 +227,48 @@ def check_tensors(expected: Expected, tensors: Mapping[str, TensorLike]) -> dict
         The tensors that are left out on purpose, each with the reason.
 
     Raises:
-        CheckpointError: a tensor is missing, has another shape, or has no place in the drafter.
+        TensorsError: a tensor is missing, has another shape, or has no place in the drafter.
     """
     problems, unused = compare(tensors, expected)
     if problems:
-        raise CheckpointError(
-            "the drafter's checkpoint does not fit its config.json: "
-            + "; ".join(problem.text for problem in problems)
-        )
+        raise TensorsError([problem.finding for problem in problems])
     return unused
+
+
+def check_head(tensors: Mapping[str, TensorLike], takes_quantized: bool) -> None:
+    """Hold the LM head against what the drafter's class can load.
+
+    Raises:
+        CheckpointError: it is quantised, and the class takes plain weights only.
+    """
+    scales = sorted(n for n in tensors if n.startswith("lm_head.") and n != "lm_head.weight")
+    if scales and not takes_quantized:
+        raise CheckpointError(
+            "drafter-quantized-head",
+            f"the drafter's LM head is quantised ({quoted(scales[0])}), which this vLLM's class "
+            "cannot load",
+            'quantise it again with lm_head in the "ignore" list',
+            key=scales[0],
+        )
+
+
+NO_FIT = "the drafter's checkpoint does not fit its config.json: "
+
+
+class TensorsError(CheckpointError):
+    """A checkpoint's tensors do not fit its config, in one way or in several.
+
+    Attributes:
+        findings: one per cause, the most telling first; ``finding`` is the first.
+    """
+
+    def __init__(self, findings: Sequence[Finding]) -> None:
+        super().__init__(findings[0].id, findings[0].fact, findings[0].fix)
+        self.args = (findings,)
+        self.finding, self.findings = findings[0], tuple(findings)
+
+    def __str__(self) -> str:
+        return NO_FIT + "; ".join(f"{finding.fact}; {finding.fix}" for finding in self.findings)
 
 
 def _flat(config: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -222,9 +277,10 @@ def _flat(config: Mapping[str, Any]) -> Mapping[str, Any]:
     if config.get("speculators_model_type") is None and layer is None:
         return config
     if not isinstance(layer, Mapping):
-        raise CheckpointError(
-            f"config.json, transformer_layer_config is {type(layer).__name__}; a drafter in "
-            "speculators format has the config of its decoder layer there"
+        raise _value(
+            "transformer_layer_config",
+            layer,
+            "and is the config of its decoder layer in a drafter in speculators format",
         )
     # The default of vllm.transformers_utils.configs.speculators.algos.update_eagle3.
     stated = {k: v for k, v in config.items() if v is not None}
@@ -247,13 +303,20 @@ def _flag(config: Mapping[str, Any], *names: str, absent: bool = False) -> bool:
 def _agreed(values: list[tuple[str, bool]], absent: bool) -> bool:
     if len({value for _, value in values}) > 1:
         said = " and ".join(f"{where} is {str(value).lower()}" for where, value in values)
-        raise CheckpointError(f"config.json contradicts itself: {said}; keep the right one")
+        raise CheckpointError(
+            "drafter-config-contradiction",
+            f"the drafter's config.json contradicts itself: {said}",
+            "keep the one that the drafter was trained with",
+            file=FILE,
+            key=values[0][0],
+            value=values[0][1],
+        )
     return values[0][1] if values else absent
 
 
 def _bool(value: Any, where: str) -> bool:
     if not isinstance(value, bool):
-        raise CheckpointError(f"config.json, {where} is {quoted(value)}; it must be true or false")
+        raise _value(where, value, "and must be true or false")
     return value
 
 
@@ -262,9 +325,39 @@ def _size(config: Mapping[str, Any], key: str, absent: int | None = None) -> int
     if value is None and absent is not None:
         return absent
     if not isinstance(value, int) or isinstance(value, bool) or not 0 < value < 2**31:
-        said = "is missing" if value is None else f"is {quoted(value)}"
-        raise CheckpointError(f"config.json, {key} {said}; it must be a positive integer")
+        raise _value(key, value, "and must be a positive integer")
     return value
+
+
+def _layers(config: Mapping[str, Any]) -> int:
+    layers = _size(config, "num_hidden_layers", 1)
+    if layers > _MOST_LAYERS:
+        raise _value("num_hidden_layers", layers, "and a drafter has one to three")
+    return layers
+
+
+def _value(key: str, value: Any, what: str) -> CheckpointError:
+    said = "is missing" if value is None else f"is {quoted(value)}"
+    return CheckpointError(
+        "drafter-config-value",
+        f"the drafter's config.json, {key} {said}, {what}",
+        f"correct {key} in the drafter's config.json",
+        file=FILE,
+        key=key,
+        value=value,
+    )
+
+
+def _other_target(key: str, value: int, but: str) -> CheckpointError:
+    return CheckpointError(
+        "drafter-other-target",
+        f"the drafter's config.json, {key} is {value}, but {but}: the drafter belongs to another "
+        "target",
+        "give the drafter that was trained for this target",
+        file=FILE,
+        key=key,
+        value=value,
+    )
 
 
 def _attention_sizes(
@@ -289,10 +382,9 @@ def _quantization(config: Mapping[str, Any]) -> str | None:
     if block is None:
         return None
     if not isinstance(block, Mapping):
-        raise CheckpointError(
-            f"config.json, quantization_config is {quoted(block)}; it must be an object"
-        )
-    return str(block.get("quant_method", "of an unnamed method"))
+        raise _value("quantization_config", block, "and must be an object")
+    method = block.get("quant_method")
+    return method if isinstance(method, str) and method.isprintable() else "unnamed method"
 
 
 def _fc_count(tensors: Mapping[str, TensorLike] | None, target_hidden_size: int) -> int | None:
@@ -302,7 +394,11 @@ def _fc_count(tensors: Mapping[str, TensorLike] | None, target_hidden_size: int)
     count, rest = divmod(fc.shape[1], target_hidden_size)
     if rest or not count:
         raise CheckpointError(
+            "drafter-fc-width",
             f"fc.weight is {list(fc.shape)}: its width is no multiple of the target's hidden size "
-            f"{target_hidden_size}, so the drafter belongs to another target"
+            f"{target_hidden_size}, so the drafter belongs to another target",
+            "give the drafter that was trained for this target",
+            key="fc.weight",
+            value=list(fc.shape),
         )
     return count

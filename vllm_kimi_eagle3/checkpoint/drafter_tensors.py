@@ -16,12 +16,13 @@ from dataclasses import dataclass
 from math import prod
 from typing import Literal, Protocol
 
-from vllm_kimi_eagle3.checkpoint.errors import quoted
+from vllm_kimi_eagle3.checkpoint.errors import plain, quoted
+from vllm_kimi_eagle3.findings import Evidence, Finding
 
 # What quantised linear layers have in place of ``weight`` or beside it: compressed-tensors, FP8,
 # ModelOpt, Quark, GPTQ and AWQ, from vLLM's ``layers/quantization``.
 _QUANTISED_WEIGHTS = ("weight_packed", "qweight")
-_QUANTISED = frozenset(
+QUANTISED_LEAVES = frozenset(
     (
         "weight_packed",
         "weight_scale",
@@ -81,6 +82,15 @@ _MLA_ARCHITECTURE = "Eagle3DeepseekV2ForCausalLM"
 
 
 Kind = Literal["missing", "unexpected", "shape", "dtype", "duplicate"]
+
+
+_IDS: dict[Kind, str] = {
+    "missing": "drafter-tensor-missing",
+    "unexpected": "drafter-tensor-unexpected",
+    "shape": "drafter-tensor-shape",
+    "dtype": "drafter-tensor-dtype",
+    "duplicate": "drafter-tensor-duplicate",
+}
 
 
 class TensorLike(Protocol):
@@ -158,12 +168,26 @@ class Problem:
         kind: what happened to the tensors.
         tensors: their names as the checkpoint spells them, or for missing ones as
             :func:`expected_tensors` does.
-        text: one sentence with the fact, the likely cause and the fix.
+        fact: one sentence with the fact and the likely cause.
+        fix: what to do about it.
     """
 
     kind: Kind
     tensors: tuple[str, ...]
-    text: str
+    fact: str
+    fix: str
+
+    @property
+    def finding(self) -> Finding:
+        """The problem as a finding."""
+        shown = ", ".join(plain(name) for name in self.tensors[:3])
+        more = f" and {len(self.tensors) - 3} more" if len(self.tensors) > 3 else ""
+        return Finding(_IDS[self.kind], self.fact, self.fix, Evidence(key=f"{shown}{more}"))
+
+    @property
+    def text(self) -> str:
+        """Fact and fix in one line."""
+        return f"{self.fact}; {self.fix}"
 
 
 def canonical(name: str) -> str:
@@ -317,7 +341,8 @@ class _Comparison:
         self.extra: dict[str, TensorLike] = {}  # canonical name -> tensor without a place so far
         self.lacking: dict[str, Want] = {}
         self.layers: set[int] = set()  # indices of decoder layers that the checkpoint has
-        self.wrong: dict[tuple[Kind, str], list[tuple[str, str]]] = {}  # for _flush
+        # For _flush: kind, cause and fix, and what is wrong with which tensor.
+        self.wrong: dict[tuple[Kind, str, str], list[tuple[str, str]]] = {}
 
     def run(self) -> tuple[list[Problem], dict[str, str]]:
         self._take_unused()
@@ -368,7 +393,8 @@ class _Comparison:
                 "unexpected",
                 prefixed,
                 f"{_named(prefixed)}: vLLM puts 'model.' before a drafter's names itself and finds "
-                "no place for 'model.model.'; rename them without the prefix",
+                "no place for 'model.model.'",
+                "rename them without the prefix",
             )
         groups: dict[str, list[str]] = {}
         for name in self.extra:
@@ -384,7 +410,8 @@ class _Comparison:
                 "duplicate",
                 every,
                 f"{_named(first[:2])} are the same tensor to vLLM, which keeps whichever "
-                f"it reads last ({len(repeated)} such); keep one spelling",
+                f"it reads last{f' ({len(repeated)} such)' if len(repeated) > 1 else ''}",
+                "keep one spelling",
             )
 
     def _take_fused(self) -> None:
@@ -426,7 +453,7 @@ class _Comparison:
         marks: dict[str, list[str]] = {}
         for name in self.extra:
             module, _, leaf = name.rpartition(".")
-            if leaf in _QUANTISED and (
+            if leaf in QUANTISED_LEAVES and (
                 module in modules or all(part in modules for part in fused.get(module, [""]))
             ):
                 marks.setdefault(module, []).append(name)
@@ -441,7 +468,8 @@ class _Comparison:
                 "unexpected",
                 names,
                 f"{self._raw_named(names)}: the weights are quantised and the config says nothing "
-                "of it; restore 'quantization_config' in the drafter's config.json",
+                "of it",
+                "restore 'quantization_config' in the drafter's config.json",
             )
         if scales and not self.expected.quantized:
             scales.sort()
@@ -449,8 +477,8 @@ class _Comparison:
                 "unexpected",
                 scales,
                 f"{self._raw_named(scales)}: scales of an fp8 KV cache, which vLLM reads only "
-                "where the drafter's config.json has a 'quantization_config'; restore it, or "
-                "export the drafter without them",
+                "where the drafter's config.json has a 'quantization_config'",
+                "restore it, or export the drafter without them",
             )
         self._forget(names + scales)
         return set(marks)
@@ -475,9 +503,9 @@ class _Comparison:
             self._report(
                 "unexpected",
                 foreign,
-                f"{self._raw_named(foreign)}: the checkpoint has {has}, the config asks "
-                f'for {says}; set "architectures": ["{needed}"] and that family\'s sizes in the '
-                "drafter's config.json",
+                f"{self._raw_named(foreign)}: the checkpoint has {has}, the config asks for {says}",
+                f'set "architectures": ["{needed}"] and that family\'s sizes in the drafter\'s '
+                "config.json",
             )
             self._forget(lacking)
             return
@@ -486,20 +514,21 @@ class _Comparison:
         if e.q_lora_rank is None:
             names = self._attention(self.extra, ("q_a_proj", "q_a_layernorm", "q_b_proj"))
             lost = self._attention(self.lacking, ("q_proj",))
-            what = "in two low-rank steps, and the config has no q_lora_rank; set it to"
-            rows = [
-                self.extra[name].shape[:1] for name in names if name.endswith("q_a_proj.weight")
-            ]
-            what = f"{what} {rows[0][0]}" if rows and rows[0] else f"{what} the rows of q_a_proj"
+            what = "in two low-rank steps, and the config has no q_lora_rank"
+            shapes = [self.extra[n].shape[:1] for n in names if n.endswith("q_a_proj.weight")]
+            rows = str(shapes[0][0]) if shapes and shapes[0] else "the rows of q_a_proj"
+            fix = f"set q_lora_rank to {rows} in the drafter's config.json"
         else:
             names = self._attention(self.extra, ("q_proj",))
             lost = self._attention(self.lacking, ("q_a_proj", "q_a_layernorm", "q_b_proj"))
-            what = f"in one step, and the config has q_lora_rank {e.q_lora_rank}; set it to null"
+            what = f"in one step, and the config has q_lora_rank {e.q_lora_rank}"
+            fix = "set q_lora_rank to null in the drafter's config.json"
         if names and lost:
             self._report(
                 "unexpected",
                 names,
-                f"{self._raw_named(names)}: the query is made {what} in the drafter's config.json",
+                f"{self._raw_named(names)}: the query is made {what}",
+                fix,
             )
             self._forget(lost)
 
@@ -515,8 +544,8 @@ class _Comparison:
                 "unexpected",
                 beyond,
                 f"{self._raw_named(beyond)}: layers from {first} on, where the config has "
-                f"num_hidden_layers {e.num_layers}; {cause}, or get the checkpoint that belongs "
-                "to the config",
+                f"num_hidden_layers {e.num_layers}",
+                f"{cause}, or get the checkpoint that belongs to the config",
             )
         empty = [index for index in range(1, e.num_layers) if index not in self.layers]
         if empty:
@@ -525,8 +554,8 @@ class _Comparison:
                 "missing",
                 names,
                 f"the config has num_hidden_layers {e.num_layers}, and the checkpoint holds "
-                f"nothing of layer {', '.join(map(str, empty))}; correct num_hidden_layers, or "
-                "get the missing files",
+                f"nothing of layer {', '.join(map(str, empty))}",
+                "correct num_hidden_layers, or get the missing files",
             )
 
     def _explain_norms(self) -> None:
@@ -540,36 +569,38 @@ class _Comparison:
                 "unexpected",
                 names,
                 f"{self._raw_named(names)}: {no_aux}, and the checkpoint was trained with aux "
-                "hidden states; set it to true in eagle_config",
+                "hidden states",
+                'set "use_aux_hidden_state": true in eagle_config',
             )
         if e.aux_count > 0 and "fc.weight" in self.lacking:
             self._report(
                 "missing",
                 ["fc.weight"],
                 f"'fc.weight' is not in the checkpoint, and the config joins {e.aux_count} aux "
-                "hidden states with it; set use_aux_hidden_state to false in eagle_config if the "
-                "drafter reads the target's final hidden state only, or get the missing file",
+                "hidden states with it",
+                "set use_aux_hidden_state to false in eagle_config if the drafter reads the "
+                "target's final hidden state only, or get the missing file",
             )
         key = 'set "fc_norm": true at the top level of the drafter\'s config.json'
         self._explain_norm("fc_norm.", "fc_norm", e.fc_norm, key)
         key = 'set "norm_before_fc": true in the drafter\'s config.json'
         self._explain_norm("input_norm.", "norm_before_fc", e.norm_before_fc, key)
-        biases: dict[str, list[str]] = {}
+        biases: dict[tuple[str, str], list[str]] = {}
         for name in self.extra:
             if name.endswith(".bias") and f"{name[: -len('.bias')]}.weight" in self.wants:
-                fix = "vLLM's drafter class has no such bias; export it without"
+                cause = "vLLM's drafter class has no such bias", "export the drafter without it"
                 for part, key in (("self_attn", "attention_bias"), ("mlp", "mlp_bias")):
                     if e.attention == "llama" and f".{part}." in name:
-                        fix = f'the config does not say {key}; set "{key}": true'
-                biases.setdefault(fix, []).append(name)
-        for fix, names in biases.items():
-            text = f"{self._raw_named(names)}: vLLM would drop the bias without a word: {fix}"
-            self._report("unexpected", names, text)
+                        cause = f"the config does not say {key}", f'set "{key}": true'
+                biases.setdefault(cause, []).append(name)
+        for (why, fix), names in biases.items():
+            fact = f"{self._raw_named(names)}: vLLM would drop the bias without a word: {why}"
+            self._report("unexpected", names, fact, fix)
         if lost := [name for name in self.lacking if name.endswith(".bias")]:
             self._report(
                 "missing",
                 lost,
-                f"{_named(lost)}: the config asks for biases and the checkpoint has none there; "
+                f"{_named(lost)}: the config asks for biases and the checkpoint has none there",
                 'set "attention_bias" and "mlp_bias" to false if it was trained without',
             )
 
@@ -581,22 +612,25 @@ class _Comparison:
                 "unexpected",
                 extra,
                 f"{self._raw_named(extra)}: the checkpoint was trained with {key}, and the config "
-                f"does not say so; {fix}",
+                "does not say so",
+                fix,
             )
         elif extra:
             self._report(
                 "unexpected",
                 extra,
                 f"{self._raw_named(extra)}: the config joins {self.expected.aux_count} aux hidden "
-                "states, and these norms are not for those; correct the list of aux layers",
+                "states, and these norms are not for those",
+                "correct the list of aux layers",
             )
         if lacking:
             self._report(
                 "missing",
                 lacking,
                 f"{_named(lacking)}: the config says {key}, and the checkpoint does not hold "
-                f"{'it' if len(lacking) == 1 else 'them'}; take {key} out of the config if the "
-                "drafter was trained without, or get the missing file",
+                f"{'it' if len(lacking) == 1 else 'them'}",
+                f"take {key} out of the config if the drafter was trained without, or get the "
+                "missing file",
             )
 
     def _explain_vocabulary(self) -> None:
@@ -614,15 +648,16 @@ class _Comparison:
                 "missing",
                 ["lm_head.weight"],
                 f"'lm_head.weight' is not in the checkpoint, and the target's cannot stand in: "
-                f"{why}; get the missing file, or export the drafter with its head",
+                f"{why}",
+                "get the missing file, or export the drafter with its head",
             )
         if "embed_tokens.weight" in self.lacking and self.lacking["embed_tokens.weight"].required:
             self._report(
                 "missing",
                 ["embed_tokens.weight"],
                 f"'embed_tokens.weight' is not in the checkpoint, and the target's cannot stand "
-                f"in: hidden_size is {e.hidden_size}, the target's {e.target_hidden_size}; get "
-                "the missing file, or export the drafter with its embedding",
+                f"in: hidden_size is {e.hidden_size}, the target's {e.target_hidden_size}",
+                "get the missing file, or export the drafter with its embedding",
             )
         if "d2t" in self.lacking:
             self._report(
@@ -630,29 +665,28 @@ class _Comparison:
                 ["d2t"],
                 f"'d2t' is not in the checkpoint, and draft_vocab_size {e.draft_vocab_size} is "
                 f"less than vocab_size {e.vocab_size}: vLLM would take the rows of lm_head for "
-                f"the target's first {e.draft_vocab_size} tokens; add the d2t that the drafter "
-                "was trained with",
+                f"the target's first {e.draft_vocab_size} tokens",
+                "add the d2t that the drafter was trained with",
             )
         if "mask_hidden" in self.lacking:
             self._report(
                 "missing",
                 ["mask_hidden"],
-                "'mask_hidden' is not in the checkpoint, and parallel drafting needs it; turn "
-                '"parallel_drafting" off, or give a drafter that was trained for it',
+                "'mask_hidden' is not in the checkpoint, and parallel drafting needs it",
+                'turn "parallel_drafting" off, or give a drafter that was trained for it',
             )
 
     def _explain_rest(self) -> None:
         e = self.expected
         if "mask_hidden" in self.extra:
+            why, fix = "needs aux hidden states", "set use_aux_hidden_state to true"
+            if e.attention == "mla":
+                why, fix = "vLLM's MLA drafter does not do", "give another drafter"
             self._report(
                 "unexpected",
                 ["mask_hidden"],
-                f"{self._raw_named(['mask_hidden'])} is for parallel drafting, which "
-                + (
-                    "vLLM's MLA drafter does not do; give another drafter"
-                    if e.attention == "mla"
-                    else "needs aux hidden states; set use_aux_hidden_state to true"
-                ),
+                f"{self._raw_named(['mask_hidden'])} is for parallel drafting, which {why}",
+                fix,
             )
         lacking = [name for name, want in self.lacking.items() if want.required]
         if lacking:
@@ -660,8 +694,8 @@ class _Comparison:
                 "missing",
                 lacking,
                 f"{_named(lacking)} {'is' if len(lacking) == 1 else 'are'} not in the checkpoint, "
-                "and vLLM would use what is in memory there; get the missing files, or the "
-                "config that belongs to the checkpoint",
+                "and vLLM would use what is in memory there",
+                "get the missing files, or the config that belongs to the checkpoint",
             )
         if self.extra:
             names = list(self.extra)
@@ -669,9 +703,9 @@ class _Comparison:
                 "unexpected",
                 names,
                 f"{self._raw_named(names)}: the drafter's class has no place for "
-                f"{'it' if len(names) == 1 else 'them'}; an older vLLM drops or a newer one "
-                "refuses what it cannot place: get the config that belongs to the checkpoint, or "
-                "export it without",
+                f"{'it' if len(names) == 1 else 'them'}, and an older vLLM drops and a newer one "
+                "refuses what it cannot place",
+                "get the config that belongs to the checkpoint, or export it without",
             )
 
     # ---------------------------------------------------------------------------- shapes, dtypes
@@ -686,76 +720,75 @@ class _Comparison:
                 f"{quoted(raw)} is {list(shape)} and the config makes it {list(want.shape)} "
                 f"({want.keys})"
             )
-            key: tuple[Kind, str] = ("shape", self._shape_cause(name, shape, want))
-            self.wrong.setdefault(key, []).append((raw, found))
+            self.wrong.setdefault(("shape", *self._shape_cause(name, shape, want)), []).append(
+                (raw, found)
+            )
 
-    def _shape_cause(self, name: str, shape: tuple[int, ...], want: Want) -> str:
+    def _shape_cause(self, name: str, shape: tuple[int, ...], want: Want) -> tuple[str, str]:
+        """Why a shape is likely to be another one, which may be "", and what to do."""
         e = self.expected
         if len(shape) != len(want.shape):
-            return "it has another number of dimensions; export it again"
+            return "it has another number of dimensions", "export it again"
         if name == "fc.weight" and shape[0] == e.hidden_size and e.target_hidden_size > 0:
             count, rest = divmod(shape[1], e.target_hidden_size)
             if rest == 0 and count > 0:
                 return (
-                    f"it joins {count} aux hidden states, and the config {e.aux_count}; name "
-                    f"{count} layers in eagle_aux_hidden_state_layer_ids"
+                    f"it joins {count} aux hidden states, and the config {e.aux_count}",
+                    f"name {count} layers in eagle_aux_hidden_state_layer_ids",
                 )
             return (
-                f"that is no whole number of aux hidden states of width {e.target_hidden_size}; "
-                "the drafter was trained for a target of another hidden_size"
+                f"that is no whole number of aux hidden states of width {e.target_hidden_size}",
+                "give the drafter that was trained for this target",
             )
         if name == "lm_head.weight" and shape[1] == e.hidden_size:
             if shape[0] == e.vocab_size:
                 return (
-                    "it scores the whole vocabulary; remove draft_vocab_size, or get the head "
-                    "that belongs to it"
+                    "it scores the whole vocabulary",
+                    "remove draft_vocab_size, or get the head that belongs to it",
                 )
             if shape[0] < e.vocab_size:
-                return f'set "draft_vocab_size": {shape[0]}, or get the head that belongs to it'
+                return "", f'set "draft_vocab_size": {shape[0]}, or get the head that belongs to it'
         first = re.fullmatch(r"layers\.0\.self_attn\.(q|k|v|qkv|.*_a)_proj(_with_mqa)?\..*", name)
         if first and shape[0] == want.shape[0] and 2 * shape[1] == want.shape[1]:
             return (
                 "an EAGLE-3 drafter's first layer reads the embedding and the hidden state side "
-                "by side, and this one reads one of them, as an EAGLE-1 drafter or a plain model"
+                "by side, and this one reads one of them, as an EAGLE-1 drafter or a plain model",
+                "give an EAGLE-3 drafter",
             )
         return (
-            "correct these keys in the drafter's config.json, or get the config that belongs to it"
+            "",
+            "correct these keys in the drafter's config.json, or get the config that belongs to it",
         )
 
     def _check_dtype(self, raw: str, tensor: TensorLike, allowed: tuple[str, ...]) -> None:
         if tensor.dtype in allowed:
             return
-        fix = "export it again"
+        why, fix = "", "export it again"
         if allowed is _FLOATS and tensor.dtype not in ("F64", "C64"):
-            fix = (
-                "quantised weights without the scales that belong to them; get the missing files"
-                if self.expected.quantized
-                else "if it is quantised, restore 'quantization_config' in the drafter's config"
-            )
+            fix = "if it is quantised, restore 'quantization_config' in the drafter's config.json"
+            if self.expected.quantized:
+                why = "quantised weights without the scales that belong to them"
+                fix = "get the missing files"
         found = f"{quoted(raw)} is {tensor.dtype} where {' or '.join(allowed)} is expected"
-        self.wrong.setdefault(("dtype", fix), []).append((raw, found))
+        self.wrong.setdefault(("dtype", why, fix), []).append((raw, found))
 
     def _flush(self) -> None:
         """Reports shapes and dtypes, one problem per cause."""
-        for (kind, cause), cases in self.wrong.items():
+        for (kind, cause, fix), cases in self.wrong.items():
             told = ", ".join(found for _, found in cases[:3])
             more = f" and {len(cases) - 3} more" if len(cases) > 3 else ""
-            self._add(kind, [raw for raw, _ in cases], f"{told}{more}: {cause}")
+            why = f": {cause}" if cause else ""
+            self._add(kind, [raw for raw, _ in cases], f"{told}{more}{why}", fix)
 
     # ----------------------------------------------------------------------------------- helpers
 
-    def _add(
-        self,
-        kind: Kind,
-        raw_names: Iterable[str],
-        text: str,
-    ) -> None:
-        self.problems.append(Problem(kind, tuple(raw_names), text))
+    def _add(self, kind: Kind, raw_names: Iterable[str], fact: str, fix: str) -> None:
+        self.problems.append(Problem(kind, tuple(raw_names), fact, fix))
 
-    def _report(self, kind: Kind, names: Iterable[str], text: str) -> None:
+    def _report(self, kind: Kind, names: Iterable[str], fact: str, fix: str) -> None:
         """Adds a problem about canonical names, and takes these as explained."""
         names = list(names)
-        self._add(kind, [self.raw.get(name, name) for name in names], text)
+        self._add(kind, [self.raw.get(name, name) for name in names], fact, fix)
         self._forget(names)
 
     def _forget(self, names: Iterable[str]) -> None:

@@ -13,6 +13,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from vllm_kimi_eagle3.findings import Evidence, Finding
+
 from .errors import CheckpointError, quoted
 
 # As vLLM's RotaryEmbedding and Transformers have it where a config states none.
@@ -21,10 +23,36 @@ DEFAULT_THETA = 10_000.0
 # More than any theta, factor or length.
 _LARGEST = 1e12
 
+ROPE = "drafter-rope"
+"""The id of what is wrong with a drafter's rope, whatever its attention."""
+
 YARN_KINDS = frozenset({"yarn", "deepseek_yarn"})
 # Kinds whose frequencies do not depend on the longest position: any position can be computed.
 _FORMULA_KINDS = frozenset({"default", "linear", "llama3"})
+# Those of get_rope, in any release from 0.15 to 0.33 (layers/rotary_embedding/__init__.py), and the
+# two older names that vLLM renames (transformers_utils/config.py).
+_KINDS = (
+    YARN_KINDS
+    | _FORMULA_KINDS
+    | {"dynamic", "ntk", "longrope", "su", "mrope", "mllama4", "xdrope", "proportional"}
+    | {"deepseek_llama_scaling", "openpangu", "telechat3-yarn", "bailing_mrope"}
+)
 _NEEDS_FACTOR = YARN_KINDS | {"linear", "llama3", "dynamic"}
+
+
+@dataclass(frozen=True)
+class Reach:
+    """How far a drafter drafts.
+
+    Attributes:
+        formula: any position can be computed, so the table of cos and sin may be as long as wanted.
+        limit: after how many tokens a request stops drafting; None where none does.
+        finding: what is to be said of it; None where it reaches the longest request as trained.
+    """
+
+    formula: bool
+    limit: int | None
+    finding: Finding | None
 
 
 @dataclass(frozen=True)
@@ -67,6 +95,12 @@ class Rope:
             self.factor, self._number("mscale_all_dim", 0.0)
         )
 
+    @property
+    def stock_magnitude(self) -> float:
+        """The factor on cos and sin with which vLLM up to 0.29 computes a Llama drafter's YaRN: the
+        correction for ``factor`` alone."""
+        return yarn_mscale(self.factor, 1.0) if self.kind == "yarn" else self.magnitude
+
     def position_limit(self, max_position_embeddings: int) -> int | None:
         """The first position that vLLM's table of cos and sin cannot be made to hold; None if any
         position can be computed.
@@ -80,6 +114,43 @@ class Rope:
             original = self.scaling["original_max_position_embeddings"]
             return int(original * self.factor)
         return max_position_embeddings
+
+    def reach(self, stated: int | None, default: int, longest: int) -> Reach:
+        """How far a drafter with this rope drafts.
+
+        Args:
+            stated: its max_position_embeddings; None if its config.json has none.
+            default: what the config's class has in that case.
+            longest: how many tokens a request of the server may have.
+        """
+        limit = self.position_limit(stated or default)
+        evidence = Evidence(
+            file="config.json",
+            key="max_position_embeddings",
+            value=None if stated is None else str(stated),
+        )
+        if limit is not None and limit < longest:
+            finding = Finding(
+                "drafter-rope-ends",
+                f"a request stops drafting, alone, at {limit} tokens, where the drafter's rope "
+                f"ends, and requests may have up to {longest}",
+                f"--max-model-len {limit} keeps requests within it",
+                evidence,
+            )
+            return Reach(False, limit, finding)
+        if (stated or default) < longest:
+            own, then = f"max_position_embeddings is {stated}", "expect less acceptance beyond"
+            if stated is None:
+                own = f"config.json has no max_position_embeddings, which stands for {default}"
+                then += " if it was trained on no more"
+            finding = Finding(
+                "drafter-length",
+                f"the drafter drafts up to the {longest} tokens of the target, and its {own}: "
+                f"{then}",
+                evidence=evidence,
+            )
+            return Reach(limit is None, None, finding)
+        return Reach(limit is None, None, None)
 
     def __str__(self) -> str:
         theta = f"theta {self.theta:g}"
@@ -107,15 +178,15 @@ def read_rope(config: Mapping[str, Any]) -> Rope:
     new, old = config.get("rope_parameters"), config.get("rope_scaling")
     for key, value in (("rope_parameters", new), ("rope_scaling", old)):
         if value is not None and not isinstance(value, Mapping):
-            raise CheckpointError(
-                f"config.json, {key} is {quoted(value)}; it must be an object or null"
-            )
+            raise _no_rope(f"{key} is {quoted(value)}, and must be an object or null", key, value)
     block = new or old or {}
     key = "rope_parameters" if new else "rope_scaling"
     if any(isinstance(value, Mapping) for value in block.values()):
-        raise CheckpointError(
-            f"config.json, {key} has a rope per kind of layer ({', '.join(map(str, block))}); an "
-            "EAGLE-3 drafter has one layer, and its rope stands in the block itself"
+        kinds = quoted(", ".join(map(str, block)))
+        raise _no_rope(
+            f"{key} has a rope per kind of layer ({kinds}), where an EAGLE-3 drafter has one layer "
+            "and its rope stands in the block itself",
+            key,
         )
     kind = _kind(block, key)
     theta = _theta(config, block, key)
@@ -125,16 +196,18 @@ def read_rope(config: Mapping[str, Any]) -> Rope:
         if k not in ("rope_type", "type", "rope_theta") and v is not None
     }
     if kind != "default" and kind in _NEEDS_FACTOR:
-        _positive(scaling.get("factor"), f"config.json, {key}.factor")
+        _positive(scaling.get("factor"), f"{key}.factor")
     if kind in YARN_KINDS or kind == "llama3":
         _positive(
             scaling.get("original_max_position_embeddings"),
-            f"config.json, {key}.original_max_position_embeddings",
+            f"{key}.original_max_position_embeddings",
         )
     for name in ("mscale", "mscale_all_dim", "beta_fast", "beta_slow", "attention_factor"):
         if name in scaling and not _is_number(scaling[name]):
-            raise CheckpointError(
-                f"config.json, {key}.{name} is {quoted(scaling[name])}, not a number"
+            raise _no_rope(
+                f"{key}.{name} is {quoted(scaling[name])}, not a number",
+                f"{key}.{name}",
+                scaling[name],
             )
     return Rope(theta, kind, scaling if kind != "default" else {})
 
@@ -142,14 +215,22 @@ def read_rope(config: Mapping[str, Any]) -> Rope:
 def _kind(block: Mapping[str, Any], key: str) -> str:
     kinds = {str(block[k]) for k in ("rope_type", "type") if block.get(k) is not None}
     if len(kinds) > 1:
-        raise CheckpointError(
-            f"config.json, {key} says both {' and '.join(sorted(kinds))} as rope_type and type"
-        )
+        both = " and ".join(quoted(kind) for kind in sorted(kinds))
+        raise _no_rope(f"{key} says both {both}, as rope_type and as type", key)
     kind = kinds.pop() if kinds else "default"
+    if kind not in _KINDS:
+        raise _no_rope(
+            f"{key} has rope_type {quoted(kind)}, which no vLLM has", f"{key}.rope_type", kind
+        )
     if kind == "default" and block.get("factor") not in (None, 1, 1.0):
         raise CheckpointError(
-            f"config.json, {key} has factor {quoted(block['factor'])} but no rope_type for it: "
-            'say which scaling it is, such as "yarn"'
+            ROPE,
+            f"the drafter's config.json, {key} has factor {quoted(block['factor'])} but no "
+            "rope_type for it",
+            'say there which scaling it is, such as "rope_type": "yarn"',
+            file="config.json",
+            key=f"{key}.factor",
+            value=block["factor"],
         )
     return kind
 
@@ -158,10 +239,16 @@ def _theta(config: Mapping[str, Any], block: Mapping[str, Any], key: str) -> flo
     inside, outside = block.get("rope_theta"), config.get("rope_theta")
     for where, value in ((f"{key}.rope_theta", inside), ("rope_theta", outside)):
         if value is not None:
-            _positive(value, f"config.json, {where}")
+            _positive(value, where)
     if inside is not None and outside is not None and float(inside) != float(outside):
         raise CheckpointError(
-            f"config.json contradicts itself: rope_theta is {outside}, {key}.rope_theta is {inside}"
+            ROPE,
+            f"the drafter's config.json contradicts itself: rope_theta is {outside}, "
+            f"{key}.rope_theta is {inside}",
+            "keep the one that the drafter was trained with",
+            file="config.json",
+            key=f"{key}.rope_theta",
+            value=inside,
         )
     theta = inside if inside is not None else outside
     return DEFAULT_THETA if theta is None else float(theta)
@@ -169,7 +256,18 @@ def _theta(config: Mapping[str, Any], block: Mapping[str, Any], key: str) -> flo
 
 def _positive(value: Any, where: str) -> None:
     if not _is_number(value) or not 0 < value < _LARGEST:
-        raise CheckpointError(f"{where} is {quoted(value)}; it must be a positive number")
+        raise _no_rope(f"{where} is {quoted(value)}, and must be a positive number", where, value)
+
+
+def _no_rope(fact: str, key: str, value: Any = None) -> CheckpointError:
+    return CheckpointError(
+        ROPE,
+        f"the drafter's config.json, {fact}",
+        f"correct {key} in the drafter's config.json",
+        file="config.json",
+        key=key,
+        value=value,
+    )
 
 
 def _is_number(value: Any) -> bool:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 # A Kimi-K2.5 (K2.6, K2.7) config wraps its text tower's config; published ones call that tower by
@@ -61,3 +62,20 @@ def image_token_id(config: Any) -> int | None:
         if isinstance(value, int) and not isinstance(value, bool):
             return value
     return None
+
+
+class ConfigFile:
+    """A config.json with its keys as attributes, as the functions here take a config.
+
+    ``text_config`` is one as well; without a ``model_type`` there it is a DeepSeek-V3's, which is
+    what every class for Kimi takes it for.
+    """
+
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        vars(self).update(config)
+        text = config.get("text_config")
+        if isinstance(text, Mapping):
+            self.text_config = ConfigFile({"model_type": TEXT_MODEL_TYPES[1], **text})
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(name)  # Tells type checkers that there may be any.

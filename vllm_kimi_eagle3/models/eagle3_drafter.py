@@ -23,7 +23,7 @@ from vllm_kimi_eagle3.checkpoint.drafter import check_tensors
 from vllm_kimi_eagle3.checkpoint.drafter_tensors import Expected
 from vllm_kimi_eagle3.checkpoint.errors import CheckpointError
 from vllm_kimi_eagle3.checkpoint.vocabulary import check_vocabulary
-from vllm_kimi_eagle3.pair import decisions_of
+from vllm_kimi_eagle3.pair import decisions_of, in_a_log
 
 
 @cache
@@ -124,15 +124,13 @@ class _Completed:
         """Load tensors by their checkpoint names, and account for every one.
 
         Raises:
-            CheckpointError: a tensor is missing, has another shape, or has no place here.
+            ValueError: a tensor is missing, has another shape, or has no place here.
         """
         seen: dict[str, _Seen] = {}
         integers: dict[str, list[int]] = {}
         watched = self._watch(weights, seen, integers)
         try:
             loaded = super().load_weights(watched)  # type: ignore[misc]
-        except CheckpointError:
-            raise
         except Exception:
             for _ in watched:  # The names that loading did not come to.
                 pass
@@ -163,10 +161,13 @@ class _Completed:
 
     def _account_for(self, seen: dict[str, _Seen], integers: dict[str, list[int]]) -> None:
         expected = self._expected
-        check_tensors(expected, seen)
-        check_vocabulary(
-            expected.vocab_size,
-            expected.draft_vocab_size,
-            integers.get("d2t"),
-            integers.get("t2d"),
-        )
+        try:
+            check_tensors(expected, seen)
+            check_vocabulary(
+                expected.vocab_size,
+                expected.draft_vocab_size,
+                integers.get("d2t"),
+                integers.get("t2d"),
+            )
+        except CheckpointError as error:
+            raise ValueError(f"the drafter's checkpoint: {in_a_log(error)}") from None

@@ -6,13 +6,16 @@ One file per gap upstream. Importing this package changes nothing; :func:`apply`
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import difflib
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from enum import Enum
 
+from vllm_kimi_eagle3.checkpoint.errors import quoted
 from vllm_kimi_eagle3.contract import Sources
+from vllm_kimi_eagle3.findings import Evidence, Finding, Severity
 from vllm_kimi_eagle3.host import Host
-from vllm_kimi_eagle3.settings import Settings
+from vllm_kimi_eagle3.settings import DISABLE, Settings
 
 from . import (
     aux_edges,
@@ -103,6 +106,52 @@ class Status:
             self.state is State.APPLIED and self.verified is True
         )
 
+
+def not_in_place(
+    patch: Patch,
+    why: str,
+    *,
+    here: str = "",
+    fix: str = "",
+    release: str | None = None,
+    rated: Severity | None = None,
+) -> Finding:
+    """That a patch is not in effect, and what stock does wrong without it.
+
+    Args:
+        patch: the patch.
+        why: why it is not, in words.
+        here: what comes of it for the pair at hand, if that is known.
+        fix: what to do about it; "" where the reason is this vLLM's source.
+        release: of the vLLM.
+        rated: how bad it is here, if that is known.
+    """
+    other = "" if patch.before is None else f"use vLLM {patch.before} or later, or "
+    return Finding(
+        "host-patch-not-in-place",
+        f"the patch {patch.id} is not in effect ({why}){f', so {here}' if here else ''}: "
+        f"{patch.gap.rstrip('.')}",
+        fix or f"{other}see what `vllm-kimi-eagle3 status` says of it",
+        Evidence(key=patch.id, value=why, release=release),
+        rated=rated,
+        links=patch.upstream,
+    )
+
+
+def unknown_patches(settings: Settings) -> Iterator[Finding]:
+    """What ``VLLM_KIMI_EAGLE3_DISABLE`` names that is no patch."""
+    known = [patch.id for patch in PATCHES]
+    for name in sorted(settings.disabled.difference(known))[:_MOST_UNKNOWN]:
+        close = difflib.get_close_matches(name.lower()[:80], known)
+        yield Finding(
+            "host-unknown-patch",
+            f"{DISABLE} names {quoted(name)}, which is no patch, so it switches nothing off",
+            f"write {' or '.join(close)} there" if close else f"the patches: {', '.join(known)}",
+            Evidence(key=DISABLE, value=quoted(name)),
+        )
+
+
+_MOST_UNKNOWN = 5
 
 _undo: dict[str, Undo] = {}
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from vllm_kimi_eagle3.checkpoint.aux_layers import COUNT_KEY, KEY, NESTED, OPTION
+from vllm_kimi_eagle3.checkpoint.aux_layers import COUNT_KEY, KEY, NESTED
 from vllm_kimi_eagle3.contract import Sources, Symbol
 
 from . import hooks
@@ -40,11 +40,8 @@ def _decide(vllm_config: Any, pair: Any) -> None:
         setattr(config, COUNT_KEY, len(aux.captured))
         nested[KEY] = list(aux.captured)
     setattr(config, NESTED, nested)
-    if aux is not None and not aux.certain:
-        pair.notes.append(
-            "note: the aux layers fit neither convention; if acceptance is low, try each one "
-            "higher with " + OPTION.replace("[...]", str([i + 1 for i in aux.captured]))
-        )
+    if aux is not None and aux.unsure is not None:
+        pair.notes.append(aux.unsure)
 
 
 def _install() -> Undo:

@@ -22,7 +22,7 @@ from vllm_kimi_eagle3.host import SUPPORTED, Host
 Undo = Callable[[], None]
 
 # 0.15.0 is the same series as the first supported release; nothing older is tried.
-_OLDEST = Version(".".join(SUPPORTED[0].split(".")[:2]))
+OLDEST = Version(".".join(SUPPORTED[0].split(".")[:2]))
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,7 @@ def decide(patch: Patch, host: Host, sources: Sources) -> Decision:
         assert host.version is not None
         if not patch.covers(host.version):
             return Decision(Action.NOT_NEEDED, f"vLLM {host.version.public} does not have the gap")
-    elif host.is_release and host.version is not None and host.version < _OLDEST:
+    elif host.is_release and host.version is not None and host.version < OLDEST:
         return Decision(
             Action.STAND_DOWN,
             f"vLLM {host.version_text} is older than {SUPPORTED[0]}, the first supported release",

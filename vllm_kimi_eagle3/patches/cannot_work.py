@@ -6,6 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 from vllm_kimi_eagle3.contract import Sources, Symbol
+from vllm_kimi_eagle3.findings import Severity
 
 from . import hooks
 from .base import Patch, Undo
@@ -21,11 +22,12 @@ def _open_in(sources: Sources) -> bool:
 def _decide(vllm_config: Any, pair: Any) -> None:
     from vllm_kimi_eagle3.limits import limits, run_of
 
-    met = limits(run_of(vllm_config))
-    refused = [limit.text for limit in met if limit.refused]
+    aux = pair.drafter.aux
+    met = limits(run_of(vllm_config, aux_layers=None if aux is None else aux.captured))
+    refused = [finding.text for finding in met if finding.severity is Severity.FAILS]
     if refused:
         raise ValueError("; ".join(refused))
-    pair.notes.extend(f"note: {limit.text}" for limit in met)
+    pair.notes.extend(f"note: {finding.text}" for finding in met)
 
 
 def _install() -> Undo:

@@ -21,24 +21,17 @@ def _open_in(sources: Sources) -> bool:
 
 def _decide(vllm_config: Any, pair: Any) -> None:
     expected, tensors = pair.drafter.expected, pair.tensors
+    from vllm_kimi_eagle3.checkpoint.vocabulary import check_sizes, read_vocabulary
+
+    check_sizes(expected.vocab_size, expected.draft_vocab_size)
     pair.draft_config.draft_vocab_size = expected.draft_vocab_size
     if tensors is None:
         return
-    from vllm_kimi_eagle3.checkpoint.errors import CheckpointError
-    from vllm_kimi_eagle3.checkpoint.tensors import read_integers
-    from vllm_kimi_eagle3.checkpoint.vocabulary import check_vocabulary
-
-    d2t = read_integers(tensors["d2t"]) if "d2t" in tensors else None
-    try:
-        t2d = read_integers(tensors["t2d"]) if "t2d" in tensors else None
-    except CheckpointError:
-        t2d = None  # vLLM never reads it, so it need not be integers.
-    vocabulary = check_vocabulary(expected.vocab_size, expected.draft_vocab_size, d2t, t2d)
+    vocabulary = read_vocabulary(expected, tensors)
     if vocabulary.drop_d2t:
         # Offsets of zero are what releases before 0.30 load; token ids they would add to.
-        pair.decisions["identity_d2t"] = "ids" if any(d2t or ()) else "offsets"
-    if vocabulary.note:
-        pair.notes.append(vocabulary.note)
+        pair.decisions["identity_d2t"] = "ids" if vocabulary.ids else "offsets"
+    pair.notes.extend(vocabulary.notes)
 
 
 def _install() -> Undo:

@@ -30,7 +30,7 @@ def _check(config: Any) -> None:
 
     announce()
     if (problem := drafter_problem(model)) is not None:
-        raise ValueError(f'--speculative-config, "model": {problem}')
+        raise ValueError(f'--speculative-config, "model": {problem.finding.text}')
 
 
 def _install() -> Undo:

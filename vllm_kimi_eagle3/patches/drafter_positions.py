@@ -25,22 +25,16 @@ def _decide(vllm_config: Any, pair: Any) -> None:
     if getattr(speculative, "max_model_len", None) is not None:
         return  # The user's own limit, meant to be kept.
     longest = vllm_config.model_config.max_model_len
-    # Where config.json says nothing, the config class has a default.
-    stated = drafter.max_position_embeddings or pair.draft_config.max_position_embeddings
-    limit = drafter.rope.position_limit(stated)
-    if limit is None:
+    default = pair.draft_config.max_position_embeddings
+    stated = drafter.max_position_embeddings
+    reach = drafter.rope.reach(stated, default, longest)
+    if reach.formula:
         # The table of cos and sin is as long as this says, and the rope a formula of the position.
-        pair.draft_config.max_position_embeddings = max(stated, longest)
-    if limit is not None and limit < longest:
-        pair.decisions["position_limit"] = limit
-        pair.notes.append(
-            f"a request stops drafting, alone, at {limit} tokens, where the drafter's rope ends"
-        )
-    elif stated < longest:
-        pair.notes.append(
-            f"drafts up to the target's {longest} tokens; its max_position_embeddings is {stated}, "
-            "so expect less acceptance beyond"
-        )
+        pair.draft_config.max_position_embeddings = max(stated or default, longest)
+    if reach.limit is not None:
+        pair.decisions["position_limit"] = reach.limit
+    if reach.finding is not None:
+        pair.notes.append(reach.finding)
     speculative.draft_model_config.max_model_len = longest
 
 

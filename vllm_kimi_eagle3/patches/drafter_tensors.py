@@ -25,23 +25,18 @@ def _decide(vllm_config: Any, pair: Any) -> None:
     if pair.tensors is None:
         pair.notes.append("its tensors are checked when they are loaded")
         return
-    from vllm_kimi_eagle3.checkpoint.drafter import check_tensors
-    from vllm_kimi_eagle3.checkpoint.errors import CheckpointError
+    from vllm_kimi_eagle3.checkpoint.drafter import check_head, check_tensors
 
     unused = check_tensors(pair.drafter.expected, pair.tensors)
     if unused:
         left_out = ", ".join(f"{name} ({why})" for name, why in sorted(unused.items()))
         pair.notes.append(f"left out: {left_out}")
-    scales = sorted(n for n in pair.tensors if n.startswith("lm_head.") and n != "lm_head.weight")
-    if scales and not _head_takes_quantization(pair.drafter.attention):
-        raise CheckpointError(
-            f"its LM head is quantised ({scales[0]}), which this vLLM's class cannot load: "
-            'leave lm_head out of the quantisation (its "ignore" list) when you quantise '
-            "the drafter"
-        )
+    check_head(pair.tensors, head_takes_quantization(pair.drafter.attention))
 
 
-def _head_takes_quantization(attention: str) -> bool:
+def head_takes_quantization(attention: str) -> bool:
+    """True if this vLLM's class for a ``llama`` or ``mla`` drafter gives its LM head the drafter's
+    quantisation, by its source."""
     from vllm_kimi_eagle3.host import find_host
 
     host = find_host()

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
+from vllm_kimi_eagle3.checkpoint.drafter_class import DrafterClass
 from vllm_kimi_eagle3.checkpoint.drafter_tensors import Expected
 from vllm_kimi_eagle3.contract import Sources, Symbol
 
@@ -45,27 +46,30 @@ def lacking(stock: Any, decisions: Mapping[str, Any]) -> list[str]:
         stock: the class that vLLM resolved.
         decisions: what was decided for the drafter.
     """
-    combine = _names(stock.combine_hidden_states)
-    # The decoder's constructor is wrapped by vLLM's compile decorator, so its text is read.
-    decoder = inspect.getsource(sys.modules[stock.__module__])
-    expected = Expected(**decisions["expected"])
-    missing = []
-    if expected.fc_norm and "fc_norm" not in combine:
-        missing.append("fc_norm")
-    if expected.norm_before_fc and "input_norm" not in combine:
-        missing.append("norm_before_fc")
-    if decisions["norm_output"] and "norm_output" not in decoder:
-        missing.append("norm_output")
-    if not expected.aux_count and "use_aux_hidden_state" not in combine:
-        missing.append("use_aux_hidden_state: false")
-    if expected.aux_count not in (0, 3) and "num_aux_hidden_states" not in decoder:
-        missing.append(f"{expected.aux_count} aux layers")
-    identity = decisions.get("identity_d2t")
-    if identity == "ids" or (identity and "get_vocab_size" in _names(stock.__init__)):
-        missing.append("a d2t that maps every token to itself")
+    missing = class_of(stock).lacks(
+        Expected(**decisions["expected"]),
+        decisions["norm_output"],
+        decisions.get("identity_d2t", ""),
+    )
     if not decisions["tensors_checked"]:
         missing.append("a check of the tensors")
     return missing
+
+
+def class_of(stock: Any) -> DrafterClass:
+    """What a drafter class does, read from it."""
+    combine = _names(stock.combine_hidden_states)
+    # The decoder's constructor is wrapped by vLLM's compile decorator, so its text is read.
+    decoder = inspect.getsource(sys.modules[stock.__module__])
+    return DrafterClass(
+        fc_norm="fc_norm" in combine,
+        norm_output="norm_output" in decoder,
+        norm_before_fc="input_norm" in combine,
+        without_aux="use_aux_hidden_state" in combine,
+        any_count="num_aux_hidden_states" in decoder,
+        takes_full_d2t="get_vocab_size" not in _names(stock.__init__),
+        quantized_head=False,  # Told before, from the source (drafter_tensors.py).
+    )
 
 
 def _names(function: Any) -> frozenset[str]:

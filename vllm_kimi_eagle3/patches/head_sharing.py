@@ -23,9 +23,6 @@ _V1_CLASS = "SpecDecodeBaseProposer"
 _V2 = "vllm.v1.worker.gpu.spec_decode.eagle.utils"
 _V2_TARGET = f"{_V2}:_should_share"
 
-_TENSORS = {"embedding": "embed_tokens.weight", "head": "lm_head.weight"}
-_TARGET_TENSORS = {"embedding": "model.embed_tokens.weight", "head": "lm_head.weight"}
-
 
 def _open_in(sources: Sources) -> bool:
     return any(sources.node(f"{home}:{_V1_CLASS}.{_SHARE[0]}") is not None for home in _V1_HOMES)
@@ -36,41 +33,13 @@ def _decide(vllm_config: Any, pair: Any) -> None:
     its own or has the target's over again, byte for byte."""
     if pair.tensors is None:
         return
-    target = _target_tensors(pair)
-    for part, name in _TENSORS.items():
-        own = pair.tensors.get(name)
-        quantized = part == "head" and any(n.startswith("lm_head.") for n in pair.tensors)
-        if own is None:
-            pair.decisions[part] = "own" if quantized else "target"
-            continue
-        other = target.get(_TARGET_TENSORS[part])
-        pair.decisions[part] = "target" if other is not None and _same(own, other) else "own"
+    from vllm_kimi_eagle3.checkpoint.sharing import owners
+
+    pair.decisions.update(owners(pair.tensors, pair.target_folder))
     said = {"own": "its own", "target": "the target's"}
     pair.notes.append(
         f"embedding {said[pair.decisions['embedding']]}, head {said[pair.decisions['head']]}"
     )
-
-
-def _target_tensors(pair: Any) -> dict[str, Any]:
-    """The target's tensors by their names in the language model; empty if they are not here."""
-    from vllm_kimi_eagle3.checkpoint.errors import CheckpointError
-    from vllm_kimi_eagle3.checkpoint.tensors import read_tensors
-
-    try:
-        tensors = read_tensors(pair.target_folder) if pair.target_folder is not None else None
-    except CheckpointError:
-        return {}  # The target's own trouble; vLLM says so when it loads it.
-    return {name.removeprefix("language_model."): info for name, info in (tensors or {}).items()}
-
-
-def _same(own: Any, other: Any) -> bool:
-    from vllm_kimi_eagle3.checkpoint.errors import CheckpointError
-    from vllm_kimi_eagle3.checkpoint.tensors import same_bytes
-
-    try:
-        return same_bytes(own, other)
-    except CheckpointError:
-        return False  # One of the files changed under us; vLLM says so when it loads it.
 
 
 def _decision(model: Any, flag: str) -> str | None:

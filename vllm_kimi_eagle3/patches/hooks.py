@@ -158,7 +158,7 @@ def _wrap_post_init() -> Undo:
 
 def _meet(vllm_config: Any) -> Any:
     from vllm_kimi_eagle3.checkpoint.errors import CheckpointError
-    from vllm_kimi_eagle3.pair import met, of_model, pair_of
+    from vllm_kimi_eagle3.pair import met, of_drafter, pair_of
 
     pair = pair_of(vllm_config)
     if pair is None:
@@ -168,7 +168,7 @@ def _meet(vllm_config: Any) -> Any:
         for step in tuple(_pair_steps.values()):
             step(vllm_config, pair)
     except CheckpointError as error:
-        raise ValueError(of_model(pair.model, error)) from None
+        raise ValueError(of_drafter(pair.model, error)) from None
     except ValueError:
         raise
     except Exception:

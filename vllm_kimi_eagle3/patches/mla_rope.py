@@ -52,7 +52,8 @@ def _verify() -> bool:
 PATCH = Patch(
     id=_ID,
     gap="an MLA drafter without YaRN: KeyError 'factor' under Transformers 5, theta 10000 whatever "
-    "its config says under Transformers 4; with YaRN its theta is lost under Transformers 4.",
+    "its config says under Transformers 4; one with YaRN in Transformers 5's layout is given plain "
+    "rope under Transformers 4.",
     target=_TARGET,
     since="0.18.1",
     before="0.28",

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from vllm_kimi_eagle3.checkpoint.rope import yarn_mscale
 from vllm_kimi_eagle3.contract import Sources, Symbol
 
 from . import hooks
@@ -26,7 +25,7 @@ def _decide(vllm_config: Any, pair: Any) -> None:
     if pair.drafter.attention != "llama" or rope.kind != "yarn":
         return
     # The class multiplies cos and sin by its own correction times attn_factor.
-    factor = rope.magnitude / yarn_mscale(rope.factor, 1.0)
+    factor = rope.magnitude / rope.stock_magnitude
     pair.draft_config.rope_parameters = {
         **pair.draft_config.rope_parameters,
         "attn_factor": factor,
@@ -34,7 +33,7 @@ def _decide(vllm_config: Any, pair: Any) -> None:
     if factor != 1.0:
         pair.notes.append(
             f"YaRN with mscale and mscale_all_dim: cos and sin times {rope.magnitude:g} (stock: "
-            f"{yarn_mscale(rope.factor, 1.0):g})"
+            f"{rope.stock_magnitude:g})"
         )
 
 

@@ -1,0 +1,16 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every kind of finding."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from . import command, drafter, files, host, memory, run, target
+from .kinds import Kind
+
+KINDS: Mapping[str, Kind] = {
+    kind.id: kind
+    for area in (host, command, files, target, drafter, run, memory)
+    for kind in area.KINDS
+}
+"""Every kind by its id, in the order of the documentation."""
