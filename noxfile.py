@@ -47,6 +47,7 @@ OVERRIDES = {
     "0.26.0": TORCH_2_11,
     "0.32.0": TORCH_2_13,
 }
+UNIT = ["tests/unit", "tests/contract"]
 TEST_PACKAGES = ["pytest", "pytest-xdist", "hypothesis"]
 
 
@@ -148,9 +149,7 @@ def unit(session: nox.Session) -> None:
     """Everything that needs no vLLM: tests/unit, tests/contract (arguments go to pytest)."""
     install(session, *TEST_PACKAGES, "torch==2.13.0", "numpy", "safetensors", "tokenizers")
     install(session, "--reinstall-package", "vllm-kimi-eagle3", ".")
-    session.run(
-        "python", "-m", "pytest", *pytest_arguments(session, "tests/unit", "tests/contract")
-    )
+    session.run("python", "-m", "pytest", "--numprocesses=2", *pytest_arguments(session, *UNIT))
 
 
 @nox.session(venv_backend="none", default=False)

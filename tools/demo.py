@@ -58,10 +58,11 @@ def compare(prompt: dict[str, Any], max_tokens: int, folder: Path) -> bool:
     say(f"vLLM {harness.host_release()} on the CPU; a tiny Kimi-K2.5 and an EAGLE-3 drafter for it")
     if not harness.at_least(0, 22):
         print("   Its CPU build cannot speculate; a test-only shim lets it (tests/hosts/shim).")
-    show_status(folder)
+    arguments = harness.engine_arguments(drafter=harness.LLAMA_DRAFTER, k=K)
+    show("status", folder=folder)
+    show("check", "vllm", "serve", *command_line(arguments), folder=folder)
 
     say("1. With speculation")
-    arguments = harness.engine_arguments(drafter=harness.LLAMA_DRAFTER, k=K)
     with start(arguments, folder / "with.log", folder) as server:
         drafted, seconds = ask(server, prompt, max_tokens)
         counters = server.spec_decode()
@@ -135,12 +136,12 @@ def show_acceptance(counters: dict[str, Any]) -> None:
     )
 
 
-def show_status(folder: Path) -> None:
-    """`vllm-kimi-eagle3 status`, as a user runs it."""
-    print("   $ vllm-kimi-eagle3 status")
+def show(*words: str, folder: Path) -> None:
+    """A command of the plugin's own program, as a user runs it."""
+    print(f"   $ vllm-kimi-eagle3 {shlex.join(words).replace(str(ROOT) + '/', '')}")
     program = Path(sys.executable).with_name("vllm-kimi-eagle3")
     answer = subprocess.run(
-        [str(program), "status"],
+        [str(program), *words],
         cwd=folder,
         env=harness.environment(folder / "cache"),
         capture_output=True,
@@ -148,7 +149,7 @@ def show_status(folder: Path) -> None:
         check=False,
     )
     for line in (answer.stdout or answer.stderr).splitlines():
-        print(f"   {line}")
+        print(f"   {line.replace(str(ROOT) + '/', '')}")
 
 
 def say(title: str) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Write the pages that follow from the code: docs/patches.md and docs/support-matrix.md.
+"""Write the pages that follow from the code: docs/patches.md, support-matrix.md and findings.md.
 
 python tools/docs.py          # writes them
 python tools/docs.py --check  # exits 1 if a page is not as the code says
@@ -16,6 +16,8 @@ sys.path.insert(0, str(REPOSITORY))
 
 from packaging.version import Version  # noqa: E402
 
+from vllm_kimi_eagle3.findings import Kind  # noqa: E402
+from vllm_kimi_eagle3.findings.catalogue import KINDS  # noqa: E402
 from vllm_kimi_eagle3.host import SUPPORTED, V2_RUNNER_SINCE  # noqa: E402
 from vllm_kimi_eagle3.patches import PATCHES  # noqa: E402
 from vllm_kimi_eagle3.patches.base import Patch  # noqa: E402
@@ -100,7 +102,50 @@ def row(release: str) -> list[str]:
     ]
 
 
-PAGES = {"patches.md": patches_page, "support-matrix.md": matrix_page}
+AREAS = {
+    "host": "The vLLM that is here",
+    "command": "The command line",
+    "files": "Files of a checkpoint",
+    "target": "The target",
+    "drafter": "The drafter",
+    "run": "How they are run",
+    "memory": "Memory",
+}
+
+
+def findings_page() -> str:
+    """docs/findings.md: every kind of finding, as `check --explain` has it."""
+    parts = [
+        GENERATED,
+        "# Findings",
+        "What `vllm-kimi-eagle3 check` can say of a command, and what the plugin says with the "
+        "same ids in the server's log. *fails*: it does not start, or ends at a request. *wrong*: "
+        "it runs and is not what it should be, in silence. *slow*: it is right and costs more than "
+        "it needs to. *note*: worth knowing. *untold*: something could not be told. The severity "
+        "is the usual one; a finding may be rated otherwise where the release or the GPU makes a "
+        "difference. `vllm-kimi-eagle3 check --explain ID` prints an entry. A pair that has it and "
+        "one that just has it not, each with the whole report, are in `tests/data/check/ID`.",
+    ]
+    for area, title in AREAS.items():
+        parts.append(f"## {title}")
+        parts += [kind_section(kind) for kind in KINDS.values() if kind.area == area]
+    return "\n\n".join(parts) + "\n"
+
+
+def kind_section(kind: Kind) -> str:
+    """A kind's part of docs/findings.md."""
+    label = "untold" if kind.undecided else kind.severity.value
+    parts = [f"### {kind.id}", f"*{label}*. {kind.title}.", kind.explanation]
+    if kind.upstream:
+        parts.append("Upstream: " + " ".join(f"<{link}>" for link in kind.upstream))
+    return "\n\n".join(parts)
+
+
+PAGES = {
+    "patches.md": patches_page,
+    "support-matrix.md": matrix_page,
+    "findings.md": findings_page,
+}
 
 
 def main() -> int:
