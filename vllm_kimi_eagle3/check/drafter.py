@@ -388,7 +388,7 @@ def _heads(subject: Subject) -> Iterator[Finding]:
     for part, name in TENSORS.items():
         mine = sum(t.nbytes for n, t in tensors.items() if n.startswith(name.partition(".")[0]))
         if decided[part] == "own":
-            said[part] = f"its own ({mine / 1e9:.2f} GB)"
+            said[part] = f"its own ({_size(mine)})"
         else:
             said[part] = "the target's" + (", of which it has a copy" if mine else "")
     yield Finding(
@@ -536,3 +536,7 @@ def _identity(file: Path) -> tuple[str | None, str | None]:
         commit if commit is not None and _HASH.fullmatch(commit) else None,
         checksum if checksum is not None and _HASH.fullmatch(checksum) else None,
     )
+
+
+def _size(nbytes: float) -> str:
+    return f"{nbytes / 1e9:.2f} GB" if nbytes >= 1e8 else f"{nbytes / 1e6:.2f} MB"

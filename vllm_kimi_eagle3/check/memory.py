@@ -130,6 +130,8 @@ class Plan:
 
 def findings(subject: Subject) -> Iterator[Finding]:
     """What there is to say of memory."""
+    if "tensor-parallel-size" in subject.command.unreadable:
+        return
     if mla_disabled(subject.environ):
         return  # What a token's cache takes is another thing then; attention.py says so.
     p = plan(subject)
@@ -381,7 +383,7 @@ def _shorter(subject: Subject, p: Plan, length: int) -> str:
 
 
 def _gib(size: float) -> str:
-    return f"{size / GIB:.1f} GiB"
+    return f"{size / GIB:.1f} GiB" if size >= GIB / 10 else f"{size / 2**20:.1f} MiB"
 
 
 def _kib(size: float) -> str:

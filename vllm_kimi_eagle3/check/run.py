@@ -418,11 +418,11 @@ def _async_scheduling(subject: Subject, facts: Facts) -> Iterator[Finding]:
 
 def _eager(subject: Subject, facts: Facts) -> Iterator[Finding]:
     command = subject.command
-    if graph_mode(subject) != "NONE":
+    if graph_mode(subject) != "NONE" or facts.cpu_build:
         return
     flag, value = command.flag("compilation-config"), "NONE"
     if command.switch("enforce-eager"):
-        flag, value = command.flag("enforce-eager"), "True"
+        flag, value = command.flag("enforce-eager"), "on"
     elif command.integer("optimization-level") == 0:
         flag, value = command.flag("optimization-level"), "0"
     yield Finding(

@@ -481,11 +481,12 @@ def _rope(config: Mapping[str, Any], folder: Path) -> Iterator[Finding]:
             continue
         for key in _ROPE_NUMBERS if place else ("rope_theta",):
             value, any_sign = block.get(key), key in _MAGNITUDES
-            number = isinstance(value, (int, float)) and not isinstance(value, bool)
+            number = isinstance(value, (int, float))
             if value is None or (number and abs(value) < _LARGEST and (value > 0 or any_sign)):
                 continue
-            # A base or a magnitude like that is computed with; the others stop the start.
-            silent = number and (key == "rope_theta" or any_sign)
+            # deepseek_scaling_rope.py computes with a magnitude like that, and with a base that has
+            # a logarithm; the others end in math.log, math.floor, torch.arange or at the length.
+            silent = number and (any_sign or (key == "rope_theta" and value > 0))
             then = "the positions are then wrong" if silent else "vLLM stops at the start"
             name = f"{prefix}{place}.{key}" if place else f"{prefix}{key}"
             yield Finding(

@@ -166,7 +166,7 @@ Leave the flag out, unless you need another loader.""",
         explanation="""\
 JSON as Python reads it knows Infinity and NaN, and 1e999 is infinite too. In `rope_scaling` \
 (`rope_parameters` in Transformers 5) such a factor stops vLLM when it works out the longest \
-request or the table of cos and sin. A `rope_theta` or `mscale` like that is computed with, and \
+request or the table of cos and sin. An infinite `rope_theta` or `mscale` is computed with, and \
 the text is nonsense.
 
 Take config.json from the model's page again.""",

@@ -324,7 +324,7 @@ def test_whose_embedding_and_head(tmp_path: Path) -> None:
     with open(mine / "model.safetensors", "r+b") as file:
         file.seek(-1, os.SEEK_END)
         file.write(b"\1")
-    assert said().endswith("embedding is the target's, its LM head its own (0.00 GB)")
+    assert said().endswith("embedding is the target's, its LM head its own (0.26 MB)")
 
 
 def test_the_rope_is_compared_part_by_part(tmp_path: Path) -> None:

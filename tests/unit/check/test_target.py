@@ -224,7 +224,8 @@ def test_load_formats(tmp_path: Path, name: str, release: str, fix: str | None) 
         ("factor", float("inf"), Severity.FAILS),
         ("factor", 0, Severity.FAILS),
         ("factor", "64", Severity.FAILS),
-        ("factor", True, Severity.FAILS),
+        ("factor", False, Severity.FAILS),
+        ("factor", True, None),
         ("original_max_position_embeddings", float("nan"), Severity.FAILS),
         ("beta_fast", -1, Severity.FAILS),
         ("mscale", float("inf"), Severity.WRONG),
@@ -250,6 +251,9 @@ def test_an_infinite_theta(tmp_path: Path) -> None:
     finding = only(found(folder), "target-rope")
     assert finding.severity is Severity.WRONG
     assert finding.evidence.key == "text_config.rope_theta"
+    for value in ("NaN", "-1", '"x"'):
+        file.write_text(text.replace('"rope_theta": 50000.0', f'"rope_theta": {value}'))
+        assert only(found(folder), "target-rope").severity is Severity.FAILS
 
 
 def test_a_broken_file_of_modelopt(tmp_path: Path) -> None:
