@@ -86,6 +86,9 @@ ATTEMPTS = {
     "triton-mla-fp8": Attempt(
         "mla", {}, {"attention_backend": "TRITON_MLA", "kv_cache_dtype": "fp8"}
     ),
+    "triton-mla-fp8-64": Attempt(
+        "mla", {}, {"attention_backend": "TRITON_MLA", "kv_cache_dtype": "fp8", "block_size": 64}
+    ),
     "fp8": Attempt("mla", {}, {"kv_cache_dtype": "fp8"}),
     "llama-on-mla": Attempt("llama", {"attention_backend": "TRITON_MLA"}),
     "wrong-gpu": Attempt("mla", {}, {"attention_backend": "CUTLASS_MLA"}),
