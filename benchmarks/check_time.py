@@ -17,7 +17,6 @@ import argparse
 import json
 import os
 import resource
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -105,13 +104,6 @@ def look(report: Any) -> None:
         sys.exit(f"the check does not see a whole Kimi-K2.5, nothing is timed: {facts}")
 
 
-def spread(values: list[float]) -> dict[str, float]:
-    """Median, 20th and 80th percentile."""
-    low, *_, high = statistics.quantiles(values, n=5, method="inclusive")
-    named = (("p20", low), ("median", statistics.median(values)), ("p80", high))
-    return {name: round(value, 2) for name, value in named}
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
@@ -138,15 +130,15 @@ def main() -> None:
         "load_average": round(os.getloadavg()[0], 1),
         "rounds": arguments.rounds,
         "page_cache_dropped": dropped,
-        "cold_s": spread(cold),
-        "warm_s": spread(warm),
-        "processor_s": spread(busy),
+        "cold_s": rows.spread(cold),
+        "warm_s": rows.spread(warm),
+        "processor_s": rows.spread(busy),
         "peak_mb": round(max(peaks), 1),
     }
     print(json.dumps(row, indent=1))
     if arguments.write:
         rows.append(RESULTS, row)
-    if spread(cold)["median"] > LIMIT_S or max(peaks) > LIMIT_MB:
+    if rows.spread(cold)["median"] > LIMIT_S or max(peaks) > LIMIT_MB:
         sys.exit(f"over {LIMIT_S} s or {LIMIT_MB} MB")
 
 

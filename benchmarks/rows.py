@@ -6,8 +6,9 @@ from __future__ import annotations
 import json
 import os
 import platform
+import statistics
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import date
 from importlib import metadata
 from pathlib import Path
@@ -42,3 +43,10 @@ def append(file: Path, row: Mapping[str, Any]) -> None:
     file.parent.mkdir(exist_ok=True)
     with file.open("a", encoding="utf-8") as stream:
         stream.write(json.dumps({**provenance(), **row}) + "\n")
+
+
+def spread(values: Sequence[float]) -> dict[str, float]:
+    """Median, 20th and 80th percentile, to two places."""
+    low, *_, high = statistics.quantiles(values, n=5, method="inclusive")
+    named = (("p20", low), ("median", statistics.median(values)), ("p80", high))
+    return {name: round(value, 2) for name, value in named}

@@ -13,15 +13,17 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
-import statistics
 import subprocess
 import sys
 import time
-from datetime import date
 from pathlib import Path
 
-RESULTS = Path(__file__).parent / "results" / "status_time.jsonl"
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from benchmarks import rows  # noqa: E402
+
+RESULTS = ROOT / "benchmarks" / "results" / "status_time.jsonl"
 IMPORT = [sys.executable, "-c", "from vllm import LLM"]
 STATUS = [str(Path(sys.executable).with_name("vllm-kimi-eagle3")), "status", "--json"]
 
@@ -31,13 +33,6 @@ def seconds(command: list[str]) -> tuple[float, str]:
     started = time.perf_counter()
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     return time.perf_counter() - started, result.stdout
-
-
-def spread(values: list[float]) -> dict[str, float]:
-    """Median, 20th and 80th percentile, in seconds."""
-    low, *_, high = statistics.quantiles(values, n=5, method="inclusive")
-    return {name: round(v, 2) for name, v in
-            (("p20", low), ("median", statistics.median(values)), ("p80", high))}  # fmt: skip
 
 
 def main() -> None:
@@ -54,26 +49,18 @@ def main() -> None:
     for _ in range(arguments.rounds):
         imports.append(seconds(IMPORT)[0])
         statuses.append(seconds(STATUS)[0])
-    commit = subprocess.run(
-        ["git", "describe", "--always", "--dirty"], capture_output=True, text=True, check=False
-    )
     row = {
-        "date": str(date.today()),
-        "commit": commit.stdout.strip(),
         "host": answer["host"]["version"],
-        "python": platform.python_version(),
         "cpus": os.cpu_count(),
         "load_average": round(os.getloadavg()[0], 1),
         "rounds": arguments.rounds,
-        "import_s": spread(imports),
-        "status_s": spread(statuses),
-        "difference_s": spread([s - i for s, i in zip(statuses, imports, strict=True)]),
+        "import_s": rows.spread(imports),
+        "status_s": rows.spread(statuses),
+        "difference_s": rows.spread([s - i for s, i in zip(statuses, imports, strict=True)]),
     }
     print(json.dumps(row, indent=1))
     if arguments.write:
-        RESULTS.parent.mkdir(exist_ok=True)
-        with RESULTS.open("a") as file:
-            file.write(json.dumps(row) + "\n")
+        rows.append(RESULTS, row)
 
 
 if __name__ == "__main__":
