@@ -12,6 +12,8 @@ import logging
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from .patches import Status
     from .settings import Settings
 
@@ -114,6 +116,29 @@ def announce() -> None:
         from .log import get_logger
 
         get_logger(__name__).info("%s", summary())
+
+
+def why_not_loaded(environ: Mapping[str, str]) -> tuple[str, str]:
+    """Why vLLM would not load the plugin in this environment, and the fix; both "" if it would."""
+    from importlib import metadata
+
+    names = {e.name for e in metadata.entry_points(group=ENTRY_POINT_GROUP)}
+    if ENTRY_POINT not in names:
+        return (
+            f"the entry point {ENTRY_POINT!r} is not installed: the package is on the path but "
+            "was not installed",
+            "run pip install vllm-kimi-eagle3",
+        )
+    if "VLLM_PLUGINS" in environ:
+        value = environ["VLLM_PLUGINS"]
+        if ENTRY_POINT not in value.split(","):  # As vLLM does: a space belongs to the name.
+            others = [name.strip() for name in value.split(",")]
+            every = ",".join([*(n for n in others if n not in ("", ENTRY_POINT)), ENTRY_POINT])
+            return (
+                f"VLLM_PLUGINS={value!r} filters it out",
+                f"unset VLLM_PLUGINS or set it to {every!r}",
+            )
+    return "", ""
 
 
 def _make_environment_known() -> None:

@@ -11,13 +11,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from . import __version__
-from .check.host import why_not_loaded
 from .contract import Sources
 from .findings import Finding, Severity
 from .host import Host, find_host
 from .pair import met
 from .patches import PATCHES, State, Status, apply, not_in_place
 from .patches.base import Action, decide
+from .plugin import why_not_loaded
 from .settings import DISABLE, Settings
 
 JSON_SCHEMA_VERSION = 1

@@ -10,7 +10,6 @@ import hashlib
 import json
 import re
 from collections.abc import Iterator, Mapping
-from importlib import metadata
 from pathlib import Path
 
 from packaging.version import Version
@@ -20,7 +19,7 @@ from vllm_kimi_eagle3.findings import Evidence, Finding, Severity
 from vllm_kimi_eagle3.host import SUPPORTED, Host
 from vllm_kimi_eagle3.patches import PATCHES, unknown_patches
 from vllm_kimi_eagle3.patches.base import OLDEST, Action, decide
-from vllm_kimi_eagle3.plugin import ENTRY_POINT, ENTRY_POINT_GROUP
+from vllm_kimi_eagle3.plugin import why_not_loaded
 from vllm_kimi_eagle3.settings import DISABLE, Settings
 
 from .facts import Facts
@@ -36,27 +35,6 @@ _MAX_INFO_BYTES = 64 * 1024
 _MAX_INFO_FILES = 10_000
 
 
-def why_not_loaded(environ: Mapping[str, str]) -> tuple[str, str]:
-    """Why vLLM would not load the plugin in this environment, and the fix; both "" if it would."""
-    names = {e.name for e in metadata.entry_points(group=ENTRY_POINT_GROUP)}
-    if ENTRY_POINT not in names:
-        return (
-            f"the entry point {ENTRY_POINT!r} is not installed: the package is on the path but "
-            "was not installed",
-            "run pip install vllm-kimi-eagle3",
-        )
-    if "VLLM_PLUGINS" in environ:
-        value = environ["VLLM_PLUGINS"]
-        if ENTRY_POINT not in value.split(","):  # As vLLM does: a space belongs to the name.
-            others = [name.strip() for name in value.split(",")]
-            every = ",".join([*(n for n in others if n not in ("", ENTRY_POINT)), ENTRY_POINT])
-            return (
-                f"VLLM_PLUGINS={value!r} filters it out",
-                f"unset VLLM_PLUGINS or set it to {every!r}",
-            )
-    return "", ""
-
-
 def patches_on(facts: Facts, host: Host | None, environ: Mapping[str, str]) -> dict[str, str]:
     """For each patch why it is not in effect; "" where it is, or where upstream has no gap.
 
@@ -67,8 +45,10 @@ def patches_on(facts: Facts, host: Host | None, environ: Mapping[str, str]) -> d
         environ: the server's environment.
     """
     settings = Settings.from_environment(environ)
-    loaded = "" if host is None and "VLLM_PLUGINS" not in environ else why_not_loaded(environ)[0]
-    sources = None if host is None else Sources(host.root)
+    as_meant = host is None and "VLLM_PLUGINS" not in environ
+    not_loaded = "" if as_meant else why_not_loaded(environ)[0]
+    # What was read of the tree for the facts is not read again.
+    sources = None if host is None else facts.sources() or Sources(host.root)
     off: dict[str, str] = {}
     for patch in PATCHES:
         if host is None or sources is None:
@@ -80,8 +60,8 @@ def patches_on(facts: Facts, host: Host | None, environ: Mapping[str, str]) -> d
         missing = [name for name in patch.needs if off.get(name)]
         if not needed:
             off[patch.id] = ""
-        elif loaded:
-            off[patch.id] = loaded
+        elif not_loaded:
+            off[patch.id] = not_loaded
         elif settings.disable_all or patch.id in settings.disabled:
             off[patch.id] = f"{DISABLE}={environ.get(DISABLE)!r} switches it off"
         elif stands_down:
@@ -101,8 +81,8 @@ def fix_of(patch: str, environ: Mapping[str, str], off: Mapping[str, str]) -> st
         off: why patches are not in effect, as :func:`patches_on` has it.
     """
     settings = Settings.from_environment(environ)
-    loaded, fix = why_not_loaded(environ)
-    if loaded and off.get(patch) == loaded:
+    not_loaded, fix = why_not_loaded(environ)
+    if not_loaded and off.get(patch) == not_loaded:
         return fix
     if settings.disable_all:
         return f"unset {DISABLE}"
