@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -64,5 +65,12 @@ def flat(value: object, at: str = "") -> dict[str, object]:
     return {key: inner for part in parts for key, inner in part.items()}
 
 
-def test_the_corpus_is_described() -> None:
-    assert (CORPUS / "README.md").exists()
+def test_every_key_of_a_case_is_described() -> None:
+    """A key that the README does not know is one that the builder does not read either."""
+    text = (CORPUS / "README.md").read_text(encoding="utf-8")
+    known = set(re.findall(r"`(\w+)`", "\n".join(re.findall(r"^\|(.*?)\|", text, re.MULTILINE))))
+    for case in cases():
+        read = case.read()
+        folders = [read[name] for name in ("target", "drafter") if name in read]
+        used = {key for part in (read, *folders) for key in part}
+        assert used <= known, (str(case), used - known)
