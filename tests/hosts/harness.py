@@ -132,6 +132,35 @@ def engine_arguments(
     return arguments
 
 
+def run_probe(
+    script: Path, jobs: Any, folder: Path, cache: Path, timeout: float, **env: str
+) -> dict[str, Any]:
+    """What a script writes that takes a file of jobs and the name of a file for its answer.
+
+    Args:
+        script: it runs in a process of its own, with the host's interpreter.
+        jobs: as JSON.
+        folder: where both files are; it is the working folder, too.
+        cache: as :func:`environment` has it.
+        timeout: seconds.
+        env: further variables.
+    """
+    folder.mkdir(exist_ok=True)
+    (folder / "jobs.json").write_text(json.dumps(jobs))
+    result = subprocess.run(
+        [sys.executable, str(script), str(folder / "jobs.json"), str(folder / "out.json")],
+        env=environment(cache, **env),
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        check=False,
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+    outcome: dict[str, Any] = json.loads((folder / "out.json").read_text())
+    return outcome
+
+
 @dataclass
 class Run:
     """What a finished process left: its results and everything it printed."""

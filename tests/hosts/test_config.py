@@ -7,8 +7,6 @@ No engine is started: refusing belongs before the load.
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -155,20 +153,7 @@ def run_config_probe(
     jobs: dict[str, dict[str, Any]], folder: Path, cache: Path, **env: str
 ) -> Outcome:
     """How each attempt ended, by name."""
-    folder.mkdir(exist_ok=True)
-    (folder / "jobs.json").write_text(json.dumps(list(jobs.values())))
-    command = [sys.executable, str(PROBE), str(folder / "jobs.json"), str(folder / "out.json")]
-    result = subprocess.run(
-        command,
-        env=harness.environment(cache, **env),
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT,
-        check=False,
-    )
-    assert result.returncode == 0, result.stdout + result.stderr
-    outcome: Outcome = json.loads((folder / "out.json").read_text())
+    outcome: Outcome = harness.run_probe(PROBE, list(jobs.values()), folder, cache, TIMEOUT, **env)
     outcome["results"] = dict(zip(jobs, outcome["results"], strict=True))
     return outcome
 

@@ -9,8 +9,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import shlex
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -195,18 +193,7 @@ class Probe:
 def probe(facts: Facts, tmp_path_factory: pytest.TempPathFactory, cache: Path) -> Probe:
     folder = tmp_path_factory.mktemp("commands")
     jobs = {"commands": commands(facts), "speculative": keys(facts)}
-    (folder / "jobs.json").write_text(json.dumps(jobs))
-    done = subprocess.run(
-        [sys.executable, str(PROBE), str(folder / "jobs.json"), str(folder / "out.json")],
-        env=harness.environment(cache, VLLM_PLUGINS="none"),
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    outcome = json.loads((folder / "out.json").read_text())
+    outcome = harness.run_probe(PROBE, jobs, folder, cache, TIMEOUT, VLLM_PLUGINS="none")
     return Probe(
         outcome["flags"],
         list(zip(jobs["commands"], outcome["commands"], strict=True)),
