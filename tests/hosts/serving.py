@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import random
 import re
 import signal
 import socket
@@ -155,10 +156,25 @@ def vllm_program() -> list[str]:
 
 
 def free_port() -> int:
-    """A TCP port that nothing listens on."""
-    with socket.socket() as probe:
-        probe.bind((HOST, 0))
-        return int(probe.getsockname()[1])
+    """A TCP port that nothing listens on, and that the system gives to nobody who asks for any.
+
+    The server binds it only after its imports, up to 20 s later. A port from the system's own
+    range may by then belong to a socket of an engine beside it, hence one from below that range.
+    """
+    for port in random.SystemRandom().sample(range(10_000, first_ephemeral_port()), 100):
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind((HOST, port))
+            return port
+    raise ServerError(f"no free port between 10000 and {first_ephemeral_port()} on {HOST}")
+
+
+def first_ephemeral_port() -> int:
+    """Where the range begins from which the system picks ports; IANA's where it does not say."""
+    with contextlib.suppress(OSError):
+        first = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+        if first > 11_000:
+            return first
+    return 49_152
 
 
 def spec_decode_counters(exposition: str) -> dict[str, Any]:
