@@ -138,7 +138,7 @@ def main() -> None:
     print(json.dumps(row, indent=1))
     if arguments.write:
         rows.append(RESULTS, row)
-    if rows.spread(cold)["median"] > LIMIT_S or max(peaks) > LIMIT_MB:
+    if row["cold_s"]["median"] > LIMIT_S or max(peaks) > LIMIT_MB:
         sys.exit(f"over {LIMIT_S} s or {LIMIT_MB} MB")
 
 

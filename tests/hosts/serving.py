@@ -21,6 +21,7 @@ from types import TracebackType
 from typing import Any
 
 HOST = "127.0.0.1"
+EPHEMERAL_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
 
 
 class ServerError(RuntimeError):
@@ -156,22 +157,26 @@ def vllm_program() -> list[str]:
 
 
 def free_port() -> int:
-    """A TCP port that nothing listens on, and that the system gives to nobody who asks for any.
+    """A TCP port that nothing listens on, below those that the system gives to whoever asks.
 
-    The server binds it only after its imports, up to 20 s later. A port from the system's own
-    range may by then belong to a socket of an engine beside it, hence one from below that range.
+    The server binds it only after its imports, up to 20 s later; one of the system's own may by
+    then belong to a socket of an engine beside it.
+
+    Raises:
+        ServerError: a hundred ports in a row are taken.
     """
-    for port in random.SystemRandom().sample(range(10_000, first_ephemeral_port()), 100):
+    end = first_ephemeral_port()
+    for port in random.SystemRandom().sample(range(10_000, end), 100):
         with socket.socket() as probe, contextlib.suppress(OSError):
             probe.bind((HOST, port))
             return port
-    raise ServerError(f"no free port between 10000 and {first_ephemeral_port()} on {HOST}")
+    raise ServerError(f"no free port between 10000 and {end} on {HOST}")
 
 
 def first_ephemeral_port() -> int:
-    """Where the range begins from which the system picks ports; IANA's where it does not say."""
+    """Where the system's own ports begin; IANA's 49152 if it does not say, or leaves no room."""
     with contextlib.suppress(OSError):
-        first = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+        first = int(EPHEMERAL_PORTS.read_text().split()[0])
         if first > 11_000:
             return first
     return 49_152
