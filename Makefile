@@ -13,7 +13,7 @@ demo: .venv/ready
 
 # What CI runs.
 test: .venv/ready
-	$(NOX) -s lint types unit "hosts(0.15.1)" "hosts(0.17.1)" "hosts(0.32.0)"
+	$(NOX) -s lint types unit kernels "hosts(0.15.1)" "hosts(0.17.1)" "hosts(0.32.0)"
 
 # The end-to-end tests on every host.
 hosts: .venv/ready

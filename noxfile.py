@@ -24,7 +24,7 @@ import nox
 nox.needs_version = ">=2024.10"
 nox.options.default_venv_backend = "uv"
 nox.options.reuse_venv = "yes"
-nox.options.sessions = ["lint", "types", "unit"]
+nox.options.sessions = ["lint", "types", "unit", "kernels"]
 
 ROOT = Path(__file__).parent
 HOSTS = ROOT / ".hosts"
@@ -48,6 +48,9 @@ OVERRIDES = {
     "0.32.0": TORCH_2_13,
 }
 UNIT = ["tests/unit", "tests/contract"]
+# Triton as it comes with the torch of vLLM 0.15 to 0.26, whatever torch is here. Its interpreter
+# takes int() of arrays of one element, which NumPy 2.4 no longer does.
+KERNELS = ["torch==2.13.0", "triton==3.6.0", "numpy<2.4"]
 TEST_PACKAGES = ["pytest", "pytest-xdist", "hypothesis"]
 
 
@@ -150,6 +153,16 @@ def unit(session: nox.Session) -> None:
     install(session, *TEST_PACKAGES, "torch==2.13.0", "numpy", "safetensors", "tokenizers")
     install(session, "--reinstall-package", "vllm-kimi-eagle3", ".")
     session.run("python", "-m", "pytest", "--numprocesses=2", *pytest_arguments(session, *UNIT))
+
+
+@nox.session
+def kernels(session: nox.Session) -> None:
+    """The Triton kernels, interpreted and compiled for each GPU, without one (tests/kernels)."""
+    overrides = Path(session.create_tmp()) / "overrides.txt"
+    overrides.write_text("triton==3.6.0\n")  # torch's CUDA build wants its own.
+    install(session, "--override", str(overrides), *TEST_PACKAGES, *KERNELS)
+    paths = pytest_arguments(session, "tests/kernels")
+    session.run("python", "-m", "pytest", "--numprocesses=2", *paths)
 
 
 @nox.session(venv_backend="none", default=False)

@@ -1,0 +1,33 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Imports the kernels as interpreted ones, before any test module does."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+
+import pytest
+import torch
+
+from .interpreter import exact_numbers, interpreted, patch_once
+
+if importlib.util.find_spec("triton") is None:
+    raise pytest.UsageError("tests/kernels needs Triton: use nox -s kernels")
+with interpreted():
+    # Triton imports this at the first launch, and it too looks at the variable.
+    importlib.import_module("triton.experimental.gluon")
+    importlib.import_module("vllm_kimi_eagle3.kernels.mla_decode")
+exact_numbers()
+patch_once()
+# One worker a core (pytest-xdist); the matrices are small.
+torch.set_num_threads(1)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    # The interpreter's own, in every loop, and of branches that `tl.where` then leaves out.
+    for warning in (
+        "Conversion of an array with ndim > 0:DeprecationWarning",
+        "divide by zero encountered:RuntimeWarning",
+        "invalid value encountered:RuntimeWarning",
+    ):
+        config.addinivalue_line("filterwarnings", f"ignore:{warning}")

@@ -1,0 +1,270 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Compiles the kernel's launches for GPUs that are not there, and says what they take.
+
+    python -m tests.kernels.offline [--json] [--arch sm_120 ...] [--config block_n=32,num_warps=8]
+
+Without arguments, every configuration of every architecture's launch table. The launcher runs as it
+does on a GPU, over tensors of the CPU: only Triton's driver is replaced, by one that names the
+wanted GPU, and a launch ends after the compilation. So what is compiled is what a launch there
+would compile, alignments and all. Registers, shared memory and spills are read from the binary with
+the `cuobjdump` and `nvdisasm` that Triton ships. Nothing is said about results or speed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import json
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+
+from vllm_kimi_eagle3.kernels import arch as architectures
+from vllm_kimi_eagle3.kernels import mla_decode as kernels
+
+from .cases import SCALE, P, R
+
+KV_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.float8_e4m3fn}
+PROGRAMS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+
+
+@dataclasses.dataclass(frozen=True)
+class Launch:
+    """What a launch is compiled for besides the GPU."""
+
+    kv: str
+    heads: int
+    query_len: int
+    page: int = 64
+    batch: int = 16
+
+    @property
+    def kv_dtype(self) -> torch.dtype:
+        return KV_DTYPES[self.kv]
+
+    def __str__(self) -> str:
+        return (
+            f"{self.kv} {self.heads} heads, {self.query_len} tokens, page {self.page}, "
+            f"batch {self.batch}"
+        )
+
+
+# Few rows, those of the goals, and the most; tiles within a page and over several; few and many
+# requests. Each table's configurations are all among them (a test sees to it).
+LAUNCHES = [
+    Launch(kv, heads, query_len, page, batch)
+    for kv in ("bf16", "fp8")
+    for heads, query_len, page, batch in (
+        (8, 1, 64, 1), (8, 4, 64, 16), (8, 4, 64, 256), (8, 4, 16, 256), (16, 1, 48, 4),
+        (64, 4, 64, 16), (128, 9, 64, 256),
+    )
+] + [Launch("fp16", 8, 4)]  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class Resources:
+    """What one compiled kernel takes.
+
+    Attributes:
+        shared: bytes of shared memory per block.
+        registers: per thread.
+        spilled: bytes of stack and local memory per thread.
+        spills_in_loop: instructions on local memory in the loop over the tiles; None where
+            Triton's `nvdisasm` does not know the GPU (3.6's does not know sm_121).
+        seconds: of compilation; next to nothing if it was in Triton's cache.
+    """
+
+    kernel: str
+    shared: int
+    registers: int
+    spilled: int
+    spills_in_loop: int | None
+    num_warps: int
+    seconds: float
+
+
+class NamedGpu:
+    """In place of Triton's driver: answers what a compilation asks."""
+
+    def __init__(self, capability: int) -> None:
+        self.capability = capability
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", self.capability, 32)
+
+    def get_current_device(self) -> int:
+        return self.capability  # Triton keeps compiled kernels by device.
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+@contextlib.contextmanager
+def compiling_for(capability: int) -> Iterator[list[Resources]]:
+    """In here launches are compiled for `capability` (120: sm_120), and not run."""
+    compiled: list[Resources] = []
+    run, before = JITFunction.run, driver._active
+
+    def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
+        started = time.perf_counter()
+        kernel = run(self, *args, grid=grid, warmup=True, **kwargs)
+        compiled.append(resources(kernel, time.perf_counter() - started))
+        return kernel
+
+    JITFunction.run = compile_only
+    driver.set_active(NamedGpu(capability))
+    try:
+        yield compiled
+    finally:
+        JITFunction.run = run
+        driver._active = before
+
+
+def tool(name: str, *arguments: str) -> str:
+    """What one of the programs says that Triton ships."""
+    command = [str(PROGRAMS / name), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+def tile_loop(code: str) -> list[str]:
+    """The instructions of the smallest loop with most of the matrix instructions; none: []."""
+    instructions: list[str] = []
+    labels: dict[str, int] = {}
+    loops: list[list[str]] = []
+    for line in code.splitlines():
+        if label := re.match(r"(\.L_x_\d+):", line):
+            labels[label[1]] = len(instructions)
+        elif re.search(r"/\*[0-9a-f]{4,}\*/", line):
+            instructions.append(line)
+            target = re.search(r"BRA.*?(\.L_x_\d+)", line)
+            if target and target[1] in labels:  # Backwards, so a loop's end.
+                loops.append(instructions[labels[target[1]] :])
+
+    def products(lines: list[str]) -> int:
+        return sum("MMA" in line for line in lines)
+
+    most = max((products(loop) for loop in loops), default=0)
+    # The loop over requests around it has the same ones, some of them twice.
+    return min((loop for loop in loops if most and 2 * products(loop) >= most), key=len, default=[])
+
+
+def resources(kernel: Any, seconds: float) -> Resources:
+    """Of one compiled kernel."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(kernel.asm["cubin"])
+        file.flush()
+        usage = tool("cuobjdump", "-res-usage", file.name)
+        try:
+            loop = tile_loop(tool("nvdisasm", "-c", file.name))
+        except subprocess.CalledProcessError as error:
+            if "Cannot decode architecture" not in error.stderr:
+                raise
+            loop = None
+    found = {name: int(number) for name, number in re.findall(r"([A-Z]+):(\d+)", usage)}
+    return Resources(
+        kernel=kernel.metadata.name,
+        shared=kernel.metadata.shared,
+        registers=found["REG"],
+        spilled=found["STACK"] + found["LOCAL"],
+        spills_in_loop=None
+        if loop is None
+        else sum("LDL" in line or "STL" in line for line in loop),
+        num_warps=kernel.metadata.num_warps,
+        seconds=round(seconds, 2),
+    )
+
+
+def compile_launch(
+    arch: architectures.Arch, launch: Launch, config: architectures.MlaDecodeConfig
+) -> list[Resources]:
+    """The kernels of one launch, as it would run on a GPU of that architecture."""
+    q_dtype = torch.bfloat16 if launch.kv == "fp8" else launch.kv_dtype
+    rows = launch.batch * launch.query_len
+    tensors = (
+        torch.empty(rows, launch.heads, R + P, dtype=q_dtype),
+        torch.empty(2, launch.page, R + P, dtype=launch.kv_dtype),
+        torch.zeros(launch.batch, 4096, dtype=torch.int32),
+        torch.zeros(launch.batch, dtype=torch.int32),
+    )
+    most = (arch.sm_count * config.programs_per_sm + launch.batch) * launch.heads
+    workspace = torch.empty(most * launch.query_len * (R + 1))  # Never written to.
+    scale = torch.ones(1) if launch.kv == "fp8" else None
+    arch_of = kernels.arch_of
+    kernels.arch_of = lambda device: arch
+    try:
+        with compiling_for(arch.capability[0] * 10 + arch.capability[1]) as compiled:
+            kernels.mla_decode(
+                *tensors, scale=SCALE, query_len=launch.query_len, workspace=workspace,
+                kv_scale=scale, config=config,
+            )  # fmt: skip
+    finally:
+        kernels.arch_of = arch_of
+    return compiled
+
+
+def launches_of(
+    arch: architectures.Arch,
+) -> Iterator[tuple[Launch, architectures.MlaDecodeConfig]]:
+    """The launches that this architecture can run, each with its table's configuration."""
+    for launch in LAUNCHES:
+        rows, fp8 = launch.heads * launch.query_len, launch.kv == "fp8"
+        try:
+            yield launch, architectures.mla_decode_config(arch, rows=rows, fp8=fp8)
+        except ValueError:
+            continue  # An fp8 cache where there are no fp8 instructions.
+
+
+def parse_changes(text: str) -> dict[str, Any]:
+    """`block_n=32,num_warps=8`; values are JSON."""
+    pairs = (word.partition("=") for word in text.split(",") if word)
+    return {name: json.loads(value) for name, _, value in pairs}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("--arch", nargs="+", help="sm_120 ...; default: all of the table")
+    parser.add_argument("--config", default="", help="what to change in each configuration")
+    parser.add_argument("--json", action="store_true", help="one object a line")
+    options = parser.parse_args()
+    if type(kernels._attend) is not JITFunction:
+        sys.exit("TRITON_INTERPRET is set: nothing can be compiled")
+    for capability in architectures.CAPABILITIES:
+        arch = architectures.arch(capability)
+        if options.arch and arch.name not in options.arch:
+            continue
+        for launch, config in launches_of(arch):
+            config = dataclasses.replace(config, **parse_changes(options.config))
+            for used in compile_launch(arch, launch, config):
+                row = {
+                    "arch": arch.name,
+                    "launch": str(launch),
+                    "config": str(config),
+                    "programs_per_sm": config.programs_per_sm,
+                    **dataclasses.asdict(used),
+                }
+                if options.json:
+                    print(json.dumps(row), flush=True)
+                else:
+                    print(
+                        f"{arch.name} {launch}: {used.kernel} {used.shared} B shared, "
+                        f"{used.registers} registers, {used.spilled} B spilled "
+                        f"({used.spills_in_loop} times in the loop), {used.seconds} s",
+                        flush=True,
+                    )
+
+
+if __name__ == "__main__":
+    main()
