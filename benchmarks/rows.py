@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import platform
@@ -17,6 +18,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 
 
+@functools.cache
 def provenance() -> dict[str, Any]:
     """Date, commit and versions of what runs here. COMMIT in the environment names the commit where
     there is no repository."""
