@@ -29,7 +29,9 @@ settings in ``--additional-config``."""
 _FROM_THE_FOLDER = frozenset({"auto", "hf", "safetensors", "fastsafetensors"})
 
 AUX_LAYERS_SETTING = "aux_hidden_state_layers"
-_SETTINGS = frozenset({AUX_LAYERS_SETTING})
+ATTENTION_SETTING = "attention"
+"""False: TRITON_MLA is vLLM's own."""
+_SETTINGS = frozenset({AUX_LAYERS_SETTING, ATTENTION_SETTING})
 _EXAMPLE_LAYERS = [2, 30, 58]
 
 
@@ -130,10 +132,7 @@ def pair_of(vllm_config: Any) -> Pair | None:
     if decisions_of(draft_config) is not None:
         return None
     model = draft_model_config.model
-    try:
-        settings = settings_of(getattr(vllm_config, "additional_config", None))
-    except CheckpointError as error:
-        raise ValueError(error.finding.text) from None
+    settings = settings_or_refuse(getattr(vllm_config, "additional_config", None))
     folder = local_folder(model, draft_model_config.revision)
     target = _shape(model_config)
     try:
@@ -222,16 +221,38 @@ def settings_of(additional_config: Any) -> Mapping[str, Any]:
     for name, value in given.items():
         if name not in _SETTINGS:
             raise _no_setting(f"has no setting {quoted(name)}", f"{KEY}.{name}", value)
+    attention = given.get(ATTENTION_SETTING, True)
+    if not isinstance(attention, bool):
+        raise _no_setting(
+            f"has {ATTENTION_SETTING} {quoted(attention)}, and must have true or false",
+            f"{KEY}.{ATTENTION_SETTING}",
+            attention,
+            {ATTENTION_SETTING: False},
+        )
     return given
 
 
-def _no_setting(fact: str, key: str, value: Any) -> CheckpointError:
+def settings_or_refuse(additional_config: Any) -> Mapping[str, Any]:
+    """:func:`settings_of`, for a server.
+
+    Raises:
+        ValueError: the settings are wrong; the message is for the user.
+    """
+    try:
+        return settings_of(additional_config)
+    except CheckpointError as error:
+        raise ValueError(error.finding.text) from None
+
+
+def _no_setting(
+    fact: str, key: str, value: Any, right: Mapping[str, Any] | None = None
+) -> CheckpointError:
     listed = isinstance(value, list) and 0 < len(value) < 9 and {type(i) for i in value} == {int}
-    layers = value if listed else _EXAMPLE_LAYERS
+    right = right or {AUX_LAYERS_SETTING: value if listed else _EXAMPLE_LAYERS}
     return CheckpointError(
         "drafter-setting",
         f'--additional-config, "{KEY}" {fact}',
-        f'write "{KEY}": {json.dumps({AUX_LAYERS_SETTING: layers})} there, or leave it out',
+        f'write "{KEY}": {json.dumps(right)} there, or leave it out',
         key=f"{key} in --additional-config",
         value=value,
     )

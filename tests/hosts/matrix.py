@@ -159,6 +159,10 @@ SCENARIOS = {
             "plugin shows it where to look"
         },
     ),
+    "attention": Scenario(
+        "the attention back-end: who gets it, what it declares, and that it computes what the "
+        "reference does (layer and batches by hand, the kernel in Triton's interpreter)"
+    ),
     "torch.compile": Scenario(
         "the same with torch.compile on",
         {

@@ -40,6 +40,7 @@ def test_a_refusal_ends_each_part_with_its_id() -> None:
         ({"kimi_eagle3": "x"}, "is 'x', and must be an object"),
         ({"kimi_eagle3": {"aux_layers": [1]}}, "has no setting 'aux_layers'"),
         ({"kimi_eagle3": {"a\nb": 1}}, "has no setting 'a\\nb'"),
+        ({"kimi_eagle3": {"attention": 0}}, "has attention 0, and must have true or false"),
     ],
 )
 def test_settings_that_there_are_not(additional: Any, words: str) -> None:
@@ -56,6 +57,8 @@ def test_settings() -> None:
         assert settings_of(nothing) == {}
     layers = {"aux_hidden_state_layers": [2, 4, 5]}
     assert settings_of({"kimi_eagle3": layers, "other": 1}) == layers
+    off = {"attention": False}
+    assert settings_of({"kimi_eagle3": off}) == off
 
 
 def test_the_line_for_the_log() -> None:

@@ -34,6 +34,7 @@ from . import (
     image_token,
     image_token_saved_again,
     kimi_k2_config,
+    mla_attention,
     mla_drafter,
     mla_rope,
     target_interface,
@@ -67,6 +68,7 @@ PATCHES: tuple[Patch, ...] = (
     v2_without_aux.PATCH,
     image_token_saved_again.PATCH,
     cannot_work.PATCH,
+    mla_attention.PATCH,
     tool_parser.PATCH,
 )
 """Every patch, in the order of application: a patch comes after those it needs."""
