@@ -138,13 +138,14 @@ def main() -> int:
     return 0 if agree else 1
 
 
-def make_models(folder: Path) -> None:
-    """The target's config, and both drafters with random weights."""
+def make_models(folder: Path, layers: int = LAYERS) -> None:
+    """The config of a target with so many layers, and both drafters with random weights."""
     import torch
     from safetensors.torch import save_file
 
-    shape = TargetShape(LAYERS, HIDDEN, VOCABULARY)
-    for name, config in (("target", TARGET), ("llama", LLAMA_DRAFTER), ("mla", MLA_DRAFTER)):
+    shape = TargetShape(layers, HIDDEN, VOCABULARY)
+    target = {**TARGET, "num_hidden_layers": layers}
+    for name, config in (("target", target), ("llama", LLAMA_DRAFTER), ("mla", MLA_DRAFTER)):
         (folder / name).mkdir()
         (folder / name / "config.json").write_text(json.dumps(config))
         if name != "target":
