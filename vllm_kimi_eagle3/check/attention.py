@@ -4,7 +4,7 @@
 ``attention.json`` has what decides, taken from each release's own functions by
 ``tools/attention.py``; this module asks as vLLM's selector does (``platforms/cuda.py``,
 ``AttentionBackend.validate_configuration``). Memory limits and compiled kernels are named where
-the number stands.
+the number stands. TRITON_MLA may be the plugin's own (``plugin_attention.py``).
 """
 
 from __future__ import annotations
@@ -20,11 +20,12 @@ from typing import Any
 from packaging.version import Version
 
 from vllm_kimi_eagle3.checkpoint.errors import quoted
-from vllm_kimi_eagle3.findings import Evidence, Finding
+from vllm_kimi_eagle3.findings import Evidence, Finding, Severity
 from vllm_kimi_eagle3.limits import drafter_backend, is_mla
 
 from .facts import Facts
 from .kv_cache import BLOCK_SIZE, MLA_SWITCH, mla_disabled, of_drafter, of_target
+from .plugin_attention import BACKEND, PATCH, WhyStock, why_not_offered, why_stock
 from .run import (
     asks_for_eagle3,
     drafter_attention,
@@ -50,8 +51,10 @@ _FP8_KERNEL_SHARED_MEMORY = 102_400
 _FP8_KERNEL_TOO_LARGE = ("0.20", "0.34")
 # Triton has the fp8e4nv of the cache from this capability on.
 _FP8_SINCE = (8, 9)
-# TritonMLAImpl says so itself from this release on.
-_FP8_CAPABILITY_CHECKED = "0.26"
+# TritonMLAImpl says so itself from the one release on, and takes no fp8 cache before the other.
+_FP8_CAPABILITY_CHECKED, _TRITON_MLA_FP8 = "0.26", "0.18"
+# What the plugin's class takes before.
+_PLUGIN_FP8 = ("fp8", "fp8_e4m3")
 # "DCP not support fp8 kvcache now." in MLAAttention.forward_impl.
 _FP8_WITH_DCP = "0.25"
 # --block-size takes part in the selection; before, the platform makes the size fit the choice.
@@ -87,6 +90,7 @@ class Backend:
         dcp: it returns what context parallelism merges (the softmax's log-sum-exp).
         dcp_queries: its decode path takes several tokens of a request with DCP as well.
         dcp_interleaved: speculation may share the KV cache out over the ranks in larger pieces.
+        plugin: the plugin's kernel serves its decode path.
     """
 
     name: str
@@ -102,6 +106,7 @@ class Backend:
     dcp: bool
     dcp_queries: bool
     dcp_interleaved: bool
+    plugin: bool = False
 
 
 @dataclass(frozen=True)
@@ -205,8 +210,46 @@ def why_not(backend: Backend, layers: Layers, facts: Facts, dcp: bool) -> tuple[
     return tuple(reason for reason, holds in reasons.items() if holds)
 
 
-def choose(layers: Layers, facts: Facts, capability: str, dcp: bool = False) -> Choice:
-    """The back-end that a release takes for ``layers`` on a GPU, and why not the others."""
+def _with_plugin(backend: Backend, layers: Layers, dcp: bool, subject: Subject | None) -> Backend:
+    """TRITON_MLA as the plugin has it (``attention/backend.py``), where it is the plugin's."""
+    if subject is None or subject.facts is None or not (layers.mla and backend.name == BACKEND):
+        return backend
+    if why_not_offered(subject) is not None:
+        return backend
+    if subject.facts.before(_TRITON_MLA_FP8):
+        dtypes = (*backend.kv_cache_dtypes, *_PLUGIN_FP8)
+        backend = replace(backend, kv_cache_dtypes=dtypes)
+    if _why_stock(layers, subject) is not None:
+        return backend
+    return replace(
+        backend,
+        graphs="UNIFORM_SINGLE_TOKEN_DECODE" if dcp else "UNIFORM_BATCH",
+        queries="VARLEN",
+        dcp_queries=False,
+        plugin=True,
+    )
+
+
+def _why_stock(layers: Layers, subject: Subject) -> WhyStock | None:
+    return why_stock(subject, layers.kv_cache_dtype, layers.page_size)
+
+
+def choose(
+    layers: Layers,
+    facts: Facts,
+    capability: str,
+    dcp: bool = False,
+    subject: Subject | None = None,
+) -> Choice:
+    """The back-end that a release takes for ``layers`` on a GPU, and why not the others.
+
+    Args:
+        layers: for which.
+        facts: the release.
+        capability: that stands for the GPU's.
+        dcp: decode context parallelism is on.
+        subject: whose TRITON_MLA may be the plugin's; None for vLLM's own.
+    """
     if layers.forced is not None:
         forced = backend_named(layers.forced, facts, capability)
         if forced is None:
@@ -217,6 +260,7 @@ def choose(layers: Layers, facts: Facts, capability: str, dcp: bool = False) -> 
             if layers.mla and "SPARSE" in name:
                 return Choice(layers, None, ((name, ("non-sparse not supported",)),))
             return Choice(layers, None, ())
+        forced = _with_plugin(forced, layers, dcp, subject)
         # Where the package that it needs is installed cannot be told from here.
         reasons = why_not(replace(forced, combination=None), layers, facts, dcp)
         if reasons:
@@ -228,6 +272,7 @@ def choose(layers: Layers, facts: Facts, capability: str, dcp: bool = False) -> 
     for name in _on(order, capability):
         backend = backend_named(name, facts, capability)
         assert backend is not None, f"{name} is in the order of {facts.release}, and undescribed"
+        backend = _with_plugin(backend, layers, dcp, subject)
         reasons = why_not(backend, layers, facts, dcp)
         if not reasons:
             return Choice(layers, backend, tuple(rejected))
@@ -282,7 +327,7 @@ def choices(subject: Subject, cache: str | None = None) -> Choices | None:
         run.attention_backend, by,
     )  # fmt: skip
     if attention is None:
-        return Choices(capability, choose(target, facts, capability, dcp), None)
+        return Choices(capability, choose(target, facts, capability, dcp, subject), None)
     forced, its_own = drafter_backend(run)
     drafter = Layers(
         "the drafter's MLA layer" if attention == "mla" else "the Llama drafter's layer",
@@ -296,8 +341,8 @@ def choices(subject: Subject, cache: str | None = None) -> Choices | None:
     )
     return Choices(
         capability,
-        choose(target, facts, capability, dcp),
-        choose(drafter, facts, capability, dcp),
+        choose(target, facts, capability, dcp, subject),
+        choose(drafter, facts, capability, dcp, subject),
     )
 
 
@@ -318,7 +363,53 @@ def cache_runs(subject: Subject, cache: str) -> bool:
     return not {finding.id for finding in met} & _CACHE_STOPS
 
 
-_CACHE_STOPS = {"run-fp8-capability", "run-fp8-shared-memory", "run-dcp-fp8"}
+_CACHE_STOPS = {"run-no-backend", "run-fp8-capability", "run-fp8-shared-memory", "run-dcp-fp8"}
+
+
+def closed_by_the_plugin(subject: Subject) -> tuple[Severity, str] | None:
+    """How bad a command is without the plugin's back-end, and what it then meets, in words.
+
+    None where that would not serve it. It is compared with vLLM's own back-end, whether the patch
+    is in effect or not.
+    """
+    if mla_disabled(subject.environ) or not asks_for_eagle3(subject):
+        return None
+    with_it = replace(subject, patches={**subject.patches, PATCH: True})
+    found = choices(with_it)
+    if found is None or not any(c.backend is not None and c.backend.plugin for c in found.both):
+        return None
+    met = _of_the_choice(replace(subject, patches={**subject.patches, PATCH: False}))
+    still = {finding.id for finding in _of_the_choice(with_it)}
+    closed = [finding for finding in met if finding.id not in still]
+    fails = any(finding.severity is Severity.FAILS for finding in closed)
+    named = list(dict.fromkeys(finding.id for finding in closed))
+    words = f"the command meets {' and '.join(named)}" if named else ""
+    return (Severity.FAILS if fails else Severity.SLOW), words
+
+
+def _of_the_choice(subject: Subject) -> list[Finding]:
+    """What follows from the back-ends that are chosen."""
+    facts, found = subject.facts, choices(subject)
+    if facts is None or found is None:
+        return []
+    return [
+        *(
+            finding
+            for choice in found.both
+            for finding in _no_backend(choice, found, subject, facts)
+        ),
+        *_fp8(found, subject, facts),
+        *_graphs(found, subject, facts),
+        *_verify(found, subject, facts),
+    ]
+
+
+def _to_the_plugin(choice: Choice, subject: Subject) -> str:
+    """What makes the plugin's kernel serve where vLLM's TRITON_MLA does; "" if nothing would."""
+    if choice.backend is None or choice.backend.name != BACKEND or choice.backend.plugin:
+        return ""
+    why = _why_stock(choice.layers, subject)
+    return "" if why is None else why.fix
 
 
 def decode_queries(choice: Choice, subject: Subject, facts: Facts) -> bool:
@@ -419,7 +510,19 @@ def _chosen(found: Choices, subject: Subject) -> Iterator[Finding]:
     why = [f"{name}: {', '.join(reasons)}" for name, reasons in target.rejected]
     if why:
         said += f"; vLLM tried before it, for the target, {'; '.join(why)}"
+    said += _kernel_in_words(found, subject)
     yield Finding("run-attention", said, "", _evidence(target, subject))
+
+
+def _kernel_in_words(found: Choices, subject: Subject) -> str:
+    """Whose kernel serves TRITON_MLA."""
+    for choice in found.both:
+        if choice.backend is not None and choice.backend.name == BACKEND and choice.layers.mla:
+            why = _why_stock(choice.layers, subject)
+            if why is None:
+                return f"; the plugin's kernel serves {BACKEND}"
+            return f"; vLLM's own kernel serves {BACKEND}, since {why.reason}"
+    return ""
 
 
 def _block_size(found: Choices, subject: Subject, facts: Facts) -> Iterator[Finding]:
@@ -480,18 +583,30 @@ def _no_backend(
         same = replace(layers, who=target.who, by=target.by) == target
         if wrong_kind or same:
             return  # limits.py says that; and the target has said this.
-    why = ", ".join(f"{name} ({', '.join(reasons)})" for name, reasons in choice.rejected)
+    each = ", ".join(f"{name} ({', '.join(reasons)})" for name, reasons in choice.rejected)
     asked = f" with {_asked(layers, subject)}" if _asked(layers, subject) else ""
     if layers.forced is not None:
         fact = f"{layers.by} {layers.forced} cannot be had for {layers.who} on {_gpu(subject)}"
         fact += f"{asked}: {', '.join(choice.rejected[0][1])}"
     else:
         fact = f"no attention back-end of vLLM {facts.release} takes {layers.who} on "
-        fact += f"{_gpu(subject)}{asked}: {why}"
-    yield Finding(
-        "run-no-backend", fact, _way_out(choice, subject, facts, found.capability),
-        _evidence(choice, subject),
-    )  # fmt: skip
+        fact += f"{_gpu(subject)}{asked}: {each}"
+    ways = [_way_out(choice, subject, facts, found.capability)]
+    why = why_not_offered(subject)
+    if why is not None and why.fix and _only_the_plugins_takes(choice, subject, facts):
+        ways.insert(0, f"{why.fix}, and the plugin's {BACKEND} takes it")
+    yield Finding("run-no-backend", fact, ", or ".join(ways), _evidence(choice, subject))
+
+
+def _only_the_plugins_takes(choice: Choice, subject: Subject, facts: Facts) -> bool:
+    """True if the KV cache is all that vLLM's TRITON_MLA minds, and the plugin's takes it."""
+    assert subject.gpus is not None
+    return (
+        facts.before(_TRITON_MLA_FP8)
+        and choice.layers.kv_cache_dtype in _PLUGIN_FP8
+        and subject.gpus.capability >= _FP8_SINCE
+        and dict(choice.rejected).get(BACKEND) == ("kv_cache_dtype not supported",)
+    )
 
 
 def _asked(layers: Layers, subject: Subject) -> str:
@@ -538,7 +653,7 @@ def _way_out(choice: Choice, subject: Subject, facts: Facts, capability: str) ->
                       changes[1][0], free)  # fmt: skip
     for words, changed in changes:
         if changed != layers:
-            other = choose(changed, facts, capability, dcp).backend
+            other = choose(changed, facts, capability, dcp, subject).backend
             if other is not None:
                 return f"{words}, and vLLM takes {other.name}"
     return "use other GPUs, or another vLLM"
@@ -552,7 +667,8 @@ def _fp8(found: Choices, subject: Subject, facts: Facts) -> Iterator[Finding]:
         choice
         for choice in found.both
         if choice.backend is not None
-        and choice.backend.name == "TRITON_MLA"
+        and choice.backend.name == BACKEND
+        and not choice.backend.plugin
         and choice.layers.kv_cache_dtype.startswith("fp8")
     ]
     if not concerned:
@@ -560,17 +676,29 @@ def _fp8(found: Choices, subject: Subject, facts: Facts) -> Iterator[Finding]:
     choice = concerned[0]
     evidence, cache = _evidence(choice, subject), _cache_in_words(choice.layers, subject)
     since, before = _FP8_KERNEL_TOO_LARGE
-    if capability < _FP8_SINCE:
+    fix, own = f"use {flag} bfloat16", _to_the_plugin(choice, subject)
+    if facts.before(_TRITON_MLA_FP8) and capability >= _FP8_SINCE:
+        # The plugin's class, which the selector takes, without its kernel.
+        why = _why_stock(choice.layers, subject)
+        assert why is not None
+        yield Finding(
+            "run-no-backend",
+            f"the TRITON_MLA of vLLM {facts.release} refuses {cache}, and the plugin's kernel, "
+            f"which takes it, does not serve, since {why.reason}",
+            f"{own}, or {fix}" if own else fix,
+            evidence,
+        )
+    elif capability < _FP8_SINCE:
         then = (
             "Triton stops with 'type fp8e4nv not supported in this architecture' when it compiles "
             "the kernel"
-            if facts.before(_FP8_CAPABILITY_CHECKED)
-            else "TritonMLAImpl refuses it"
         )
+        if facts.before(_TRITON_MLA_FP8) or not facts.before(_FP8_CAPABILITY_CHECKED):
+            then = "TritonMLAImpl refuses it"
         yield Finding(
             "run-fp8-capability",
             f"TRITON_MLA cannot read {cache} on {_gpu(subject)}: {then}",
-            f"use {flag} bfloat16",
+            fix,
             evidence,
         )
     elif capability in _SMALL and not facts.before(since) and facts.before(before):
@@ -579,7 +707,9 @@ def _fp8(found: Choices, subject: Subject, facts: Facts) -> Iterator[Finding]:
             f"TRITON_MLA's decode kernel needs {_FP8_KERNEL_SHARED_MEMORY:,} bytes of shared "
             f"memory with {cache} on vLLM {facts.release}, and a block on {_gpu(subject)} may have "
             f"{_SMALL_SHARED_MEMORY:,}: 'out of resource: shared memory'",
-            f"use {flag} bfloat16, or vLLM 0.18 or 0.19, whose kernel needs 87,040 bytes",
+            f"{own}, and the plugin's kernel fits, or {fix}"
+            if own
+            else f"{fix}, or vLLM 0.18 or 0.19, whose kernel needs 87,040 bytes",
             evidence,
         )
 
@@ -658,7 +788,7 @@ def _graphs(found: Choices, subject: Subject, facts: Facts) -> Iterator[Finding]
             f"vLLM {facts.release} captures no full CUDA graph of a verify step with "
             f"{backend.name}, which takes {weakest.layers.who} on {_gpu(subject)}: attention is "
             "launched kernel by kernel between pieces of graphs, in target and drafter",
-            _newer_graphs(backend, facts, found.capability),
+            _more_graphs(weakest, subject, facts, found.capability),
             evidence,
         )
         return
@@ -667,13 +797,15 @@ def _graphs(found: Choices, subject: Subject, facts: Facts) -> Iterator[Finding]
             k = num_speculative_tokens(subject) or 1
             dcp = backend.queries != "SINGLE_ONLY"
             why = "with decode context parallelism " if dcp else ""
+            own = _to_the_plugin(choice, subject)
             yield Finding(
                 "run-graphs-capture",
                 f"vLLM {facts.release} captures a full CUDA graph of verify steps of {k + 1} "
                 f"tokens with {backend.name}, whose decode path takes one token {why}on this "
                 "release: the start ends in an AssertionError ('decode only')",
-                f'add {flag} \'{{"cudagraph_mode": "PIECEWISE"}}\''
-                + ("" if dcp else ", or use vLLM 0.26 or later"),
+                (f"{own}, or " if own else "")
+                + f'add {flag} \'{{"cudagraph_mode": "PIECEWISE"}}\''
+                + ("" if dcp or own else ", or use vLLM 0.26 or later"),
                 evidence,
             )
             return
@@ -682,8 +814,17 @@ def _graphs(found: Choices, subject: Subject, facts: Facts) -> Iterator[Finding]
 _FULL_MODES = ("FULL", "FULL_DECODE_ONLY", "FULL_AND_PIECEWISE")
 
 
-def _newer_graphs(backend: Backend, facts: Facts, capability: str) -> str:
-    """The release from which this back-end has full graphs of verify steps."""
+def _more_graphs(choice: Choice, subject: Subject, facts: Facts, capability: str) -> str:
+    """What gives this back-end full graphs of verify steps."""
+    backend, own = choice.backend, _to_the_plugin(choice, subject)
+    assert backend is not None
+    if choice.layers.mla and Parallel.of(subject.command, facts).decode_context > 1:
+        one = f"{subject.command.flag('decode-context-parallel-size')} 1"
+        if backend.plugin:
+            return f"use {one}"
+        return f"{own} and use {one}" if own else ""
+    if own:
+        return own
     since = _later_release(
         backend,
         facts,
@@ -740,13 +881,13 @@ def _verify(found: Choices, subject: Subject, facts: Facts) -> Iterator[Finding]
             else _other_verify(choice, subject, facts, found.capability),
             evidence,
         )
-    elif backend.name == "TRITON_MLA":
+    elif backend.name == BACKEND and not backend.plugin:
         yield Finding(
             "run-verify-rows",
             f"TRITON_MLA, which takes {choice.layers.who} on {_gpu(subject)}, treats the {k + 1} "
             f"tokens of a verify step as {k + 1} requests on vLLM {facts.release}, so it reads the "
             f"KV cache {k + 1} times",
-            "",
+            _to_the_plugin(choice, subject),
             evidence,
         )
 
@@ -756,6 +897,11 @@ def _other_verify(choice: Choice, subject: Subject, facts: Facts, capability: st
         other = choose(replace(choice.layers, forced=None), facts, capability)
         if other.backend is not None and other.backend.queries != "SINGLE_ONLY":
             return f"leave out {choice.layers.by}, and vLLM takes {other.backend.name}"
+    one = ""
+    if Parallel.of(subject.command, facts).decode_context > 1:
+        one = f", with {subject.command.flag('decode-context-parallel-size')} 1"
+    if own := _to_the_plugin(choice, subject):
+        return f"{own}, and the plugin's kernel keeps it in the decode path{one}"
     newest = {
         release: entry
         for release, entry in _table()["backends"]["TRITON_MLA"].items()
@@ -764,5 +910,5 @@ def _other_verify(choice: Choice, subject: Subject, facts: Facts, capability: st
     assert choice.backend is not None
     if choice.backend.name == "TRITON_MLA" and newest:
         first = next(iter(newest)).rsplit(".", 1)[0]
-        return f"use vLLM {first} or later, whose TRITON_MLA keeps it in the decode path"
+        return f"use vLLM {first} or later, whose TRITON_MLA keeps it in the decode path{one}"
     return ""

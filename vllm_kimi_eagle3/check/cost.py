@@ -17,7 +17,7 @@ from typing import Any, Literal
 from vllm_kimi_eagle3.checkpoint.drafter_tensors import expected_tensors
 from vllm_kimi_eagle3.findings import Evidence, Finding, Severity
 
-from .attention import Choices, choices, decode_queries
+from .attention import Choice, Choices, choices, decode_queries
 from .memory import kv_cache
 from .run import NUM_SPECULATIVE_TOKENS, asks_for_eagle3, graph_mode, num_speculative_tokens
 from .runner import runner_of
@@ -36,6 +36,10 @@ _WEIGHTS_SHARE, _COMPUTE_SHARE = 0.7, 0.08
 # Share of the bandwidth at which a back-end reads the KV cache: TRITON_MLA 13 to 38 % measured on
 # an H200; FlashInfer's MLA kernel 78 % on an RTX 4090 (flashinfer pull 551).
 _CACHE_SHARE, _CACHE_SHARE_TRITON = 0.7, 0.4
+# The plugin's kernel in a plain step and with four tokens a request, 16 and 8 bits: 93, 71, 36 and
+# 25 % on an H200 (8 heads, 16 requests of 30,000 tokens), preliminary: benchmarks/results has no
+# row of it yet.
+_CACHE_SHARE_PLUGIN, _CACHE_SHARE_PLUGIN_FP8 = (0.9, 0.7), (0.35, 0.25)
 # Seconds per layer for launches and two all-reduces, over PCIe and over NVLink.
 _LAYER_PCIE, _LAYER_NVLINK = 125e-6, 45e-6
 # What a layer takes longer: attention outside a graph (10 % of 32 ms in 61 layers: pull 42885), the
@@ -81,7 +85,8 @@ class Work:
         drafter_bytes: what each draft reads.
         drafter_kv_bytes: of the drafter's KV cache for a token.
         verify: how a verify step reads the KV cache.
-        cache_share: of the bandwidth, at which the target's back-end reads it.
+        cache_share: of the bandwidth, at which the target's back-end reads it, in a plain step.
+        verify_cache_share: the same in a verify step.
         layer_seconds: for launches and all-reduces, in a plain step.
         verify_layer_seconds: the same in a verify step.
         drafting: seconds for a step, and for each draft.
@@ -99,6 +104,7 @@ class Work:
     drafter_kv_bytes: float
     verify: Verify
     cache_share: float
+    verify_cache_share: float
     layer_seconds: float
     verify_layer_seconds: float
     drafting: tuple[float, float]
@@ -111,7 +117,8 @@ def target_seconds(work: Work, gpu: Machine, batch: int, context: int, queries: 
     read = (work.other_bytes + chosen * work.expert_bytes) / (gpu.bandwidth * _WEIGHTS_SHARE)
     compute = tokens * work.flops / (gpu.compute * _COMPUTE_SHARE)
     cache = batch * context * work.kv_bytes
-    seconds = cache / (gpu.bandwidth * work.cache_share)
+    share = work.cache_share if queries == 1 else work.verify_cache_share
+    seconds = cache / (gpu.bandwidth * share)
     layer = work.layer_seconds
     if queries > 1:
         layer = work.verify_layer_seconds
@@ -217,8 +224,9 @@ def work_of(subject: Subject, found: Choices, gpu: Machine) -> Work | None:
     verify: Verify = "once"
     if not decode_queries(found.target, subject, facts):
         verify = "prefill"
-    elif backend.name == "TRITON_MLA":
+    elif backend.name == "TRITON_MLA" and not backend.plugin:
         verify = "rows"
+    share_plain, share_verify = _cache_shares(found.target, verify)
     layer = _LAYER_NVLINK if gpu.nvlink else _LAYER_PCIE
     eager = _EAGER if graph_mode(subject) == "NONE" else 0
     in_pieces = any(c.backend is not None and c.backend.graphs in _PIECES for c in found.both)
@@ -236,11 +244,25 @@ def work_of(subject: Subject, found: Choices, gpu: Machine) -> Work | None:
         drafter_bytes=sum(draft.values()) - joining,
         drafter_kv_bytes=cache.drafter / cache.ranks,
         verify=verify,
-        cache_share=_CACHE_SHARE_TRITON if backend.name == "TRITON_MLA" else _CACHE_SHARE,
+        cache_share=share_plain,
+        verify_cache_share=share_verify,
         layer_seconds=layer + eager,
         verify_layer_seconds=layer + eager + pieces + (_PREFILL if verify == "prefill" else 0),
         drafting=_DRAFTING[runner_of(subject.command, facts, subject.environ)],
     )
+
+
+def _cache_shares(choice: Choice, verify: Verify) -> tuple[float, float]:
+    """Of the bandwidth, at which a back-end reads the cache in a plain and in a verify step."""
+    backend = choice.backend
+    assert backend is not None
+    share = _CACHE_SHARE_TRITON if backend.name == "TRITON_MLA" else _CACHE_SHARE
+    if not backend.plugin:
+        return share, share
+    fp8 = choice.layers.kv_cache_dtype.startswith("fp8")
+    own = _CACHE_SHARE_PLUGIN_FP8 if fp8 else _CACHE_SHARE_PLUGIN
+    # A prefill is vLLM's own.
+    return own if verify == "once" else (own[0], share)
 
 
 _PIECES = ("NEVER", "UNIFORM_SINGLE_TOKEN_DECODE")

@@ -16,14 +16,17 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from vllm_kimi_eagle3.attention.plan import max_batch
 from vllm_kimi_eagle3.checkpoint.drafter_tensors import expected_tensors
 from vllm_kimi_eagle3.checkpoint.errors import plain
 from vllm_kimi_eagle3.checkpoint.sharing import TENSORS, owners, seems_same
 from vllm_kimi_eagle3.findings import Evidence, Finding
+from vllm_kimi_eagle3.kernels.arch import CAPABILITIES, arch, workspace_numel
 
-from .attention import cache_runs
+from .attention import cache_runs, choices
 from .kv_cache import BLOCK_SIZE, element_bytes, mla_disabled, of_drafter, of_target, stored_as
 from .length import longest_request
+from .plugin_attention import BACKEND, heads, query_len
 from .run import SMALL_BATCH, batch_limits, sizes_that_divide
 from .subject import GIB, Subject
 from .weights import Parallel, drafter_ranks
@@ -35,6 +38,11 @@ from .weights import Parallel, drafter_ranks
 # own buffers (https://github.com/voipmonitor/rtx6kpro, models/kimi-k26.md).
 _RESERVE = 2 * GIB
 _GRAPHS = GIB
+# What TRITON_MLA keeps partial results in: vLLM's own from the one release on for one token a
+# request, from the other for all of a verify step, (kv_lora_rank + 1) float32 for each head, token
+# and split of the context (``_reserve_attn_logits_workspace`` and ``_compute_num_kv_splits``).
+_STOCK_RESERVES, _STOCK_RESERVES_FOR_DRAFTS, _TOKENS_A_SPLIT = "0.25", "0.31", 512
+_FEW_REQUESTS = 32
 # ``CacheConfig`` up to 0.19, for where the facts have no default; 0.92 from 0.20 on.
 _UTILIZATION = 0.9
 # Such a part of a number that follows from config.json and not from the files may be off.
@@ -80,6 +88,7 @@ class Plan:
         utilization: the part of it that vLLM may use.
         fixed: ``--kv-cache-memory-bytes``, with which vLLM uses what it needs; None if not given.
         reserve: what is reckoned for activations, CUDA graphs and libraries.
+        workspace: what TRITON_MLA takes for partial results.
         block_size: tokens in a block of the KV cache.
         blocks: ``--num-gpu-blocks-override``; None if not given.
         length: the longest request; None if not known.
@@ -94,6 +103,7 @@ class Plan:
     utilization: float
     fixed: int | None
     reserve: int
+    workspace: int
     block_size: int
     blocks: int | None
     length: int | None
@@ -110,7 +120,7 @@ class Plan:
     @property
     def left(self) -> float:
         """What is reckoned to be left for the KV cache."""
-        return self.fixed or self.room - self.weights - self.reserve
+        return self.fixed or self.room - self.weights - self.reserve - self.workspace
 
     @property
     def most(self) -> float:
@@ -167,6 +177,7 @@ def plan(subject: Subject) -> Plan | None:
         utilization=_utilization(subject),
         fixed=_given(subject, "kv-cache-memory-bytes"),
         reserve=_reserve(subject),
+        workspace=attention_workspace(subject),
         block_size=_given(subject, "block-size") or BLOCK_SIZE,
         blocks=_given(subject, "num-gpu-blocks-override"),
         length=longest_request(subject),
@@ -260,6 +271,43 @@ def _reserve(subject: Subject, batched_tokens: int | None = None) -> int:
     return int(_RESERVE + graphs + per_token * min(tokens, 2**31))
 
 
+def attention_workspace(subject: Subject, requests: int | None = None) -> int:
+    """Bytes on each rank in which TRITON_MLA keeps partial results while vLLM runs; 0 with other
+    back-ends, and where it is not known.
+
+    Args:
+        subject: after the checks of target and drafter.
+        requests: in place of ``--max-num-seqs``.
+    """
+    facts, found, rows = subject.facts, choices(subject), heads(subject)
+    latent = _positive(subject.target_text, "kv_lora_rank")
+    if facts is None or found is None or subject.gpus is None or latent is None or not rows:
+        return 0
+    serving = [c.backend for c in found.both if c.backend is not None and c.layers.mla]
+    triton = [backend for backend in serving if backend.name == BACKEND]
+    if not triton or subject.gpus.capability < CAPABILITIES[0]:
+        return 0
+    gpu = arch(subject.gpus.capability)
+    batched_tokens, most = batch_limits(subject, facts)
+    requests = min(requests or most, 2**20)
+    if all(backend.plugin for backend in triton):
+        block = query_len(subject)
+        return 4 * workspace_numel(
+            max_batch=max_batch(requests, batched_tokens, heads=rows, query_len=block),
+            query_len=block,
+            heads=rows,
+            kv_lora_rank=latent,
+            arch=gpu,
+        )
+    if facts.before(_STOCK_RESERVES):
+        return 0
+    if not facts.before(_STOCK_RESERVES_FOR_DRAFTS):
+        rows *= query_len(subject)
+    parts = max(1, (longest_request(subject) or 0) // _TOKENS_A_SPLIT)
+    splits = min(1 << (parts - 1).bit_length(), 2 * gpu.sm_count)
+    return 4 * (latent + 1) * requests * rows * splits
+
+
 # ------------------------------------------------------------------------------------ in words
 
 
@@ -290,6 +338,8 @@ def _summary(subject: Subject, p: Plan) -> str:
         room = f"{_gib(p.fixed)} of KV cache as asked for hold"
     else:
         held.append(f"{_gib(p.reserve)} reckoned for activations, graphs and NCCL")
+        if p.workspace >= _WORTH_A_WORD:
+            held.append(f"{_gib(p.workspace)} for {BACKEND}'s workspace")
         room = (
             f"of {_gib(p.room)} ({p.utilization:g} of {_gib(p.memory)}) {_gib(max(p.left, 0))} are "
             "left for the KV cache,"
@@ -316,7 +366,7 @@ def _no_room(subject: Subject, p: Plan) -> Finding:
         way = f"spread them over more GPUs ({flag('tensor-parallel-size')} {needed}"
         has = 0 if subject.gpus is None else subject.gpus.count
         ways.append(f"{way}, and there are {has})" if 0 < has < needed else f"{way})")
-    share = math.ceil((p.weights + p.reserve) / p.memory * 100) / 100
+    share = math.ceil((p.weights + p.reserve + p.workspace) / p.memory * 100) / 100
     if p.fixed is None and p.utilization < share <= _HIGHEST_UTILIZATION:
         ways.append(f"{flag('gpu-memory-utilization')} {share:g}")
     ways.append("take a smaller export of the target")
@@ -346,10 +396,19 @@ def _tight(subject: Subject, p: Plan, length: int) -> Finding:
         "memory-context-is-tight",
         f"one request of {length:,} tokens needs {_gib(need)} of KV cache on each rank, of "
         f"{_gib(p.most)} that are left for it, activations, graphs and NCCL together; reckoning "
-        f"{_gib(p.reserve)} for these, {p.tokens(p.left):,} tokens fit",
+        f"{_gib(p.reserve)} for these{_and_workspace(p)}, {p.tokens(p.left):,} tokens fit",
         _shorter(subject, p, length),
         _evidence(subject, p),
     )
+
+
+# Less is within what the reserve may be off by.
+_WORTH_A_WORD = GIB / 10
+
+
+def _and_workspace(p: Plan) -> str:
+    large = p.workspace >= _WORTH_A_WORD
+    return f" and {_gib(p.workspace)} for {BACKEND}'s workspace" if large else ""
 
 
 def _shorter(subject: Subject, p: Plan, length: int) -> str:
@@ -361,6 +420,7 @@ def _shorter(subject: Subject, p: Plan, length: int) -> str:
     half = replace(p.cache, target=p.cache.target / 2, drafter=p.cache.drafter / 2)
     sixteen_bits = element_bytes(p.cache.dtype) == 2
     less = _reserve(subject, SMALL_BATCH[0])
+    few = attention_workspace(subject, _FEW_REQUESTS)
     others = (
         (
             sixteen_bits and cache_runs(subject, "fp8"),
@@ -376,6 +436,11 @@ def _shorter(subject: Subject, p: Plan, length: int) -> str:
             less < p.reserve,
             replace(p, reserve=less),
             f"{flag('max-num-batched-tokens')} {SMALL_BATCH[0]}",
+        ),
+        (
+            p.workspace - few >= _WORTH_A_WORD,
+            replace(p, workspace=few),
+            f"{flag('max-num-seqs')} {_FEW_REQUESTS}, which makes {BACKEND}'s workspace smaller",
         ),
     )
     ways += [words for possible, then, words in others if possible and then.fits(length)]

@@ -32,6 +32,7 @@ from vllm_kimi_eagle3.checkpoint.vocabulary import read_vocabulary
 from vllm_kimi_eagle3.findings import Finding, Severity
 from vllm_kimi_eagle3.patches import PATCHES, not_in_place
 
+from .attention import closed_by_the_plugin
 from .drafter import DEFAULT_LENGTH, KIMI, drops_tensors
 from .facts import Facts
 from .host import fix_of
@@ -121,6 +122,7 @@ _CAPABILITIES = {
     "the draft vocabulary": ("draft-vocabulary",),
     "embedding and LM head": ("head-sharing",),
     "long requests": ("drafter-length", "drafter-positions"),
+    "attention of decode and verify steps": ("mla-attention",),
 }
 
 
@@ -539,6 +541,7 @@ _GAPS: Mapping[str, Callable[[_Situation], _Gap]] = {
     "drafter-positions": _drafter_positions,
     "v2-without-aux": _v2_without_aux,
     "image-token-saved-again": _image_token_saved_again,
+    "mla-attention": lambda s: closed_by_the_plugin(s.subject),
 }
 """When a pair meets the gap of a patch. Not here: what refuses or explains (drafter-folder,
 drafter-tensors, cannot-work), and what is for something else (extract-text-config, tool-parser)."""

@@ -9,7 +9,10 @@ _RESERVE = """\
 What activations, CUDA graphs, NCCL and the CUDA context take is reckoned, not measured: 3 GiB \
 (2 GiB with `--enforce-eager`) and, for each token of `--max-num-batched-tokens`, 0.23 MiB for a \
 Kimi of eight experts per token, 1.9 GiB for the 8,192 tokens that a server has by default on \
-large GPUs. vLLM measures it when it starts."""
+large GPUs. TRITON_MLA's workspace comes on top: vLLM's own reserves, from 0.25 on, 2,052 bytes \
+for each of `--max-num-seqs` requests, head and 512 tokens of `--max-model-len`, from 0.31 on for \
+each token of a verify step, which is gigabytes; the plugin's takes less than 0.1 GiB with eight \
+heads a rank and three drafts. vLLM measures all that when it starts."""
 
 KINDS: tuple[Kind, ...] = (
     Kind(

@@ -8,6 +8,11 @@ from .kinds import Kind, Severity
 _PULLS = "https://github.com/vllm-project/vllm/pull/"
 _ISSUES = "https://github.com/vllm-project/vllm/issues/"
 _RTX6KPRO = "https://github.com/voipmonitor/rtx6kpro"
+_WHERE_STOCK_SERVES = """\
+vLLM's own kernel serves where the patch is not in effect, with `"attention": false` in the \
+plugin's settings, with `VLLM_BATCH_INVARIANT`, with more than eight drafts, and where an MLA \
+drafter has other heads or dimensions than the target; `run-attention` says which of the two \
+serves, and why."""
 
 KINDS: tuple[Kind, ...] = (
     Kind(
@@ -224,7 +229,8 @@ Use `--attention-backend`, and for the drafter `"attention_backend"` in `--specu
 Kimi's layers are MLA, a drafter's are MLA or multi-head attention, and vLLM chooses a back-end \
 for each kind: the first of the release's order for this GPU that supports compute capability, \
 dtype, KV-cache dtype, head size and block size, or the one that is forced. The finding names \
-them, and why those were not taken that come earlier in the order.
+them, and why those were not taken that come earlier in the order. For TRITON_MLA it says whose \
+kernel serves decode and verify steps, vLLM's own or the plugin's (patch `mla-attention`).
 
 Where a back-end needs a package that is not installed, or that a newer driver would bring, vLLM \
 takes the next one; its own log line "Using ... backend" has the last word.""",
@@ -262,8 +268,10 @@ supports compute capability, dtype, KV-cache dtype, head size and block size. On
 is the only one that is tried. If none is left, vLLM stops when it builds the model, and its \
 message gives the same reasons as the finding, which come from the release's own functions.
 
-For dense MLA on compute capability 8.x and 12.x TRITON_MLA is the only one, and it takes an fp8 \
-KV cache from 0.18 on.""",
+For dense MLA on compute capability 8.x and 12.x TRITON_MLA is the only one. vLLM's own takes an \
+fp8 KV cache from 0.18 on; the plugin's (patch `mla-attention`) also before, from capability 8.9 \
+on. The selector takes that one by its class, so where its kernel does not serve, vLLM's own layer \
+refuses the cache when it is built.""",
         upstream=(f"{_ISSUES}40608", f"{_PULLS}34597"),
     ),
     Kind(
@@ -290,8 +298,10 @@ Name a block size that both have, or force the same back-end on both.""",
 TRITON_MLA reads an fp8 KV cache as fp8e4nv, which Triton has from compute capability 8.9 on. The \
 selector lets it through on 8.0 and 8.6 (A100, RTX 3090). From 0.26 on the layer refuses it when \
 it is built; before, Triton stops when it compiles the decode kernel ("type fp8e4nv not supported \
-in this architecture"), after the load. Seen by compiling each release's kernel for sm_80 and \
-sm_86 with Triton 3.6, without a GPU.
+in this architecture"), after the load. Up to 0.17 vLLM's TRITON_MLA has no fp8 and the selector \
+says so, or, where it is the plugin's (patch `mla-attention`), the layer does. Seen by compiling \
+each release's kernel for sm_80 and sm_86 with Triton 3.6, without a GPU. The plugin's kernel has \
+no fp8 on these GPUs either.
 
 Use a 16-bit KV cache.""",
         upstream=(f"{_PULLS}34597",),
@@ -300,37 +310,45 @@ Use a 16-bit KV cache.""",
         id="run-fp8-shared-memory",
         severity=Severity.FAILS,
         title="TRITON_MLA with an fp8 KV cache on small shared memory",
-        explanation="""\
-From 0.20 to 0.33 TRITON_MLA's decode kernel (`_fwd_grouped_kernel_stage1`, two stages) needs \
-102,400 bytes of shared memory with an fp8 KV cache. A block may have 101,376 bytes with compute \
-capability 8.9 and 12.x (RTX 4090, L40S, RTX PRO 6000, RTX 5090, GB10), so the first decode ends \
-in "out of resource: shared memory, Required: 102400, Hardware limit: 101376". The numbers were \
-read from kernels of each release that Triton 3.6 compiled for sm_89, sm_120 and sm_121, and they \
-are those of the report. With a 16-bit KV cache the kernel needs 63,488 bytes; 0.18 and 0.19 need \
-87,040 with fp8.
+        explanation=f"""\
+From 0.20 to 0.33 vLLM's own decode kernel of TRITON_MLA (`_fwd_grouped_kernel_stage1`, two \
+stages) needs 102,400 bytes of shared memory with an fp8 KV cache. A block may have 101,376 bytes \
+with compute capability 8.9 and 12.x (RTX 4090, L40S, RTX PRO 6000, RTX 5090, GB10), so the first \
+decode ends in "out of resource: shared memory, Required: 102400, Hardware limit: 101376". The \
+numbers were read from kernels of each release that Triton 3.6 compiled for sm_89, sm_120 and \
+sm_121, and they are those of the report. With a 16-bit KV cache the kernel needs 63,488 bytes; \
+0.18 and 0.19 need 87,040 with fp8.
 
 vLLM's own guard lowers the stages only for wider heads than Kimi's. A ModelOpt export that brings \
 an fp8 KV cache (`kv_cache_quant_algo`, `kv_cache_scheme`), as NVFP4 exports do, has it without \
 any flag.
 
-Use `--kv-cache-dtype bfloat16`, or vLLM 0.18 or 0.19.""",
+The plugin's kernel (patch `mla-attention`) takes less, so nothing is said where it serves. \
+{_WHERE_STOCK_SERVES}
+
+Have it serve, or use `--kv-cache-dtype bfloat16`, or vLLM 0.18 or 0.19.""",
         upstream=(f"{_ISSUES}53748",),
     ),
     Kind(
         id="run-graphs-capture",
         severity=Severity.FAILS,
         title="A full CUDA graph of verify steps that the back-end cannot capture",
-        explanation="""\
-A back-end says of which batches vLLM may capture a full CUDA graph. From 0.22 to 0.25 TRITON_MLA \
-says of all that have one length, verify steps included, while its decode path takes a single \
-token of a request: at start, when the memory for graphs is measured, the metadata's builder ends \
-in an AssertionError (`assert m.max_query_len <= self.reorder_batch_threshold # decode only`). \
-The same is met with decode context parallelism by every back-end whose decode path then takes one \
-token. Seen on an H200 with vLLM 0.24.0, k = 3: TRITON_MLA alone, and FLASHMLA with \
+        explanation=f"""\
+A back-end says of which batches vLLM may capture a full CUDA graph. From 0.22 to 0.25 vLLM's own \
+TRITON_MLA says of all that have one length, verify steps included, while its decode path takes a \
+single token of a request: at start, when the memory for graphs is measured, the metadata's \
+builder ends in an AssertionError (`assert m.max_query_len <= self.reorder_batch_threshold # \
+decode only`). The same is met with decode context parallelism by every back-end whose decode path \
+then takes one token. Seen on an H200 with vLLM 0.24.0, k = 3: TRITON_MLA alone, and FLASHMLA with \
 `--decode-context-parallel-size 2`. Without speculation neither fails.
 
-Add `--compilation-config '{"cudagraph_mode": "PIECEWISE"}'`, with which the same run started and \
-generated, or use vLLM 0.26 or later (for TRITON_MLA without context parallelism).""",
+The plugin's TRITON_MLA (patch `mla-attention`) takes all tokens of a verify step, and with \
+context parallelism it claims graphs of single tokens alone (`run-graphs-piecewise`). \
+{_WHERE_STOCK_SERVES}
+
+Have it serve, or add `--compilation-config '{{"cudagraph_mode": "PIECEWISE"}}'`, with which the \
+same run started and generated, or use vLLM 0.26 or later (for TRITON_MLA without context \
+parallelism).""",
         upstream=(f"{_PULLS}44492", f"{_PULLS}42885"),
     ),
     Kind(
@@ -339,8 +357,9 @@ generated, or use vLLM 0.26 or later (for TRITON_MLA without context parallelism
         title="Full CUDA graphs with a back-end that has none",
         explanation="""\
 `"cudagraph_mode": "FULL"` asks for one CUDA graph of every batch. A back-end that says it can be \
-captured in none, as TRITON_MLA does up to 0.21, makes vLLM refuse the mode once the model is \
-loaded. The default, FULL_AND_PIECEWISE, is taken back to PIECEWISE with a warning.
+captured in none, as vLLM's own TRITON_MLA does up to 0.21, makes vLLM refuse the mode once the \
+model is loaded. The default, FULL_AND_PIECEWISE, is taken back to PIECEWISE with a warning. With \
+the plugin's TRITON_MLA (patch `mla-attention`) vLLM makes FULL_AND_PIECEWISE of the mode.
 
 Leave the mode out.""",
         upstream=(f"{_PULLS}42885",),
@@ -354,8 +373,10 @@ vLLM captures verify steps in full CUDA graphs only if every attention back-end 
 drafter supports graphs of several tokens a request (`UNIFORM_BATCH`). Otherwise the mode becomes \
 PIECEWISE for the whole server: the layers' attention is launched kernel by kernel, by the CPU.
 
-TRITON_MLA supports none up to 0.21 and single tokens from 0.26 to 0.30. With FLASHINFER for a \
-Llama drafter, which vLLM takes where the KV cache is fp8 and FlashAttention has no fp8, it is the \
+vLLM's own TRITON_MLA supports none up to 0.21 and single tokens from 0.26 to 0.30. The plugin's \
+(patch `mla-attention`) supports verify steps, and with decode context parallelism single tokens: \
+how many tokens of a request a rank holds then depends on the query. With FLASHINFER for a Llama \
+drafter, which vLLM takes where the KV cache is fp8 and FlashAttention has no fp8, it is the \
 drafter that holds the target back.
 
 What it costs: full graphs for plain TRITON_MLA decode brought 378 to 431 tokens a second for \
@@ -391,12 +412,13 @@ Multiply them by k + 1, or leave them out.""",
         id="run-verify-prefill",
         severity=Severity.SLOW,
         title="The verify step runs as a prefill",
-        explanation="""\
-An MLA back-end's decode path reads the compressed KV cache directly. TRITON_MLA's takes a single \
-token of each request up to 0.30, CUTLASS_MLA's does in every release, and with decode context \
-parallelism so do most. A verify step of k + 1 tokens then goes the way of a chunked prefill: in \
-every layer it gathers the whole context and projects it to full keys and values, outside the CUDA \
-graph. TRITON_MLA is the only back-end for dense MLA on compute capability 8.x and 12.x.
+        explanation=f"""\
+An MLA back-end's decode path reads the compressed KV cache directly. That of vLLM's own \
+TRITON_MLA takes a single token of each request up to 0.30, CUTLASS_MLA's does in every release, \
+and with decode context parallelism so do most. A verify step of k + 1 tokens then goes the way of \
+a chunked prefill: in every layer it gathers the whole context and projects it to full keys and \
+values, outside the CUDA graph. TRITON_MLA is the only back-end for dense MLA on compute \
+capability 8.x and 12.x.
 
 What it costs: on an H200 with TRITON_MLA, eight layers of one of eight ranks, batch 1, vLLM 0.26, \
 a step at 8,192 tokens of context took 2.2 ms without drafts and 18.6 ms with three; with \
@@ -404,21 +426,28 @@ FLASH_ATTN_MLA 2.6 and 6.1 ms. On eight RTX PRO 6000 an owner measured 75, 32 an
 second at 2k, 10k and 30k of context, and 117, 113 and 108 after moving it into the decode path. A \
 drafter that is right four times in four cannot win that back.
 
-Use vLLM 0.31 or later there, or leave speculation out.""",
+The plugin's TRITON_MLA (patch `mla-attention`) keeps verify steps of up to nine tokens in the \
+decode path in every release, but for decode context parallelism. {_WHERE_STOCK_SERVES}
+
+Have it serve, or use vLLM 0.31 or later, or leave speculation out.""",
         upstream=(f"{_PULLS}40750", f"{_PULLS}52218", _RTX6KPRO),
     ),
     Kind(
         id="run-verify-rows",
         severity=Severity.SLOW,
         title="The verify step reads the KV cache once for each token",
-        explanation="""\
-From 0.31 on TRITON_MLA keeps verify steps in its decode path by treating the k + 1 tokens of a \
-request as k + 1 requests with the same pages. The kernel reads the KV cache for each of them.
+        explanation=f"""\
+From 0.31 on vLLM's own TRITON_MLA keeps verify steps in its decode path by treating the k + 1 \
+tokens of a request as k + 1 requests with the same pages. The kernel reads the KV cache for each \
+of them.
 
 What it costs: one layer of 0.33's kernel on an H200, eight heads, four tokens against one, took \
 1.3 times as long at batch 1 and 30,000 tokens of context, where the L2 cache holds what is read \
 again, and 3.1 to 3.4 times at batch 4 and 16. So speculation loses at long contexts from a small \
-batch on; `run-break-even` reckons from which.""",
+batch on; `run-break-even` reckons from which.
+
+The plugin's TRITON_MLA (patch `mla-attention`) reads it once for all of them. \
+{_WHERE_STOCK_SERVES}""",
         upstream=(f"{_PULLS}52218",),
     ),
     Kind(

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which back-end is chosen on which GPU and release, and what is said of it."""
+"""Which back-end is chosen on which GPU and release, and what is said of it.
+
+Of vLLM's own back-ends: no patch is in effect. test_plugin_attention.py has the plugin's.
+"""
 
 from __future__ import annotations
 
@@ -285,7 +288,7 @@ def test_who_forces_a_back_end_is_said_of_those_layers_alone() -> None:
     assert "on TRITON_MLA, as --attention-backend says, and" in fact(*server, environ=v1)
     both = fact(*server, speculative=own)
     assert "on TRITON_MLA, as --attention-backend says, and" in both
-    assert both.endswith(said_by_own)
+    assert f"{said_by_own}; " in both  # And whose kernel serves TRITON_MLA.
     assert said_by_own in fact(speculative=own)
     assert fact(*server).count("says") == 1
     assert "says" not in fact()
@@ -363,6 +366,8 @@ WORDS = st.lists(
         "--attention-backend", "FLASHMLA", "NONE", "CUSTOM", "FLASH_ATTN", "--dtype", "half",
         "float32", "--decode-context-parallel-size", "4", "--attention-config", "{}", "[]",
         '{"backend": 3}', '{"backend_per_kind": {"mla_attention": "TRITON_MLA"}}',
+        "--additional-config",
+        '{"kimi_eagle3": {"attention": false}}', '{"kimi_eagle3": 3}',
         "--compilation-config", '{"cudagraph_mode": 7}', '{"cudagraph_mode": "full"}', "-O0",
     ]),
     max_size=8,
@@ -375,11 +380,14 @@ WORDS = st.lists(
     st.sampled_from([None, SM120, H200, B200, A100, "sm_75", "sm_121"]),
     st.sampled_from([None, "mla", "llama"]),
     st.sampled_from([1, 3, 200]),
+    st.booleans(),
 )
 def test_any_command_gives_findings(
-    release: str, words: list[str], gpu: str | None, drafter: str | None, k: int
+    release: str, words: list[str], gpu: str | None, drafter: str | None, k: int, plugin: bool
 ) -> None:
-    for finding in findings(subject(release, *words, gpu=gpu, drafter=drafter, k=k)):
+    patches = {"mla-attention": plugin}
+    one = subject(release, *words, gpu=gpu, drafter=drafter, k=k, patches=patches)
+    for finding in findings(one):
         assert finding.text.isprintable()
         if finding.severity is Severity.FAILS:
             assert finding.fix

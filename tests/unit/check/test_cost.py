@@ -198,8 +198,38 @@ def test_the_other_numbers_on_the_page(rtx: tuple[Work, Machine]) -> None:
 
 def test_the_constants_are_on_the_page() -> None:
     text = PAGE.read_text()
-    for constant in ("0.75", "0.70", "0.08", "0.40", "125", "45"):
+    for constant in ("0.75", "0.70", "0.08", "0.40", "125", "45", "0.90", "0.35", "0.25"):
         assert constant in text
+
+
+PLUGIN = {"mla-attention": True}
+FP8 = ("--kv-cache-dtype", "fp8")
+
+
+@pytest.mark.parametrize("release", SUPPORTED)
+def test_the_plugins_kernel_reads_the_cache_once(release: str) -> None:
+    for words, shares in (((), (0.9, 0.7)), (FP8, (0.35, 0.25))):
+        work, _ = reckoned(release, *EIGHT, *words, patches=PLUGIN)
+        assert work.verify == "once"
+        assert (work.cache_share, work.verify_cache_share) == shares
+        assert work.verify_layer_seconds == work.layer_seconds
+    # With context parallelism a verify step is vLLM's own prefill.
+    work, _ = reckoned(release, *EIGHT, "-dcp", "8", patches=PLUGIN)
+    assert work.verify == "prefill"
+    assert (work.cache_share, work.verify_cache_share) == (0.9, 0.4)
+    assert work.verify_layer_seconds > work.layer_seconds
+    stock, _ = reckoned(release, *EIGHT)
+    assert stock.verify == ("rows" if release in ("0.31.0", "0.32.0", "0.33.0") else "prefill")
+    assert (stock.cache_share, stock.verify_cache_share) == (0.4, 0.4)
+
+
+def test_a_verify_step_takes_the_share_of_verify_steps(rtx: tuple[Work, Machine]) -> None:
+    gpu = rtx[1]
+    work = replace(rtx[0], verify="once", cache_share=1.0, verify_cache_share=0.5)
+    longer = [
+        target_seconds(work, gpu, 1, 10_000, q) - target_seconds(work, gpu, 1, 0, q) for q in (1, 4)
+    ]
+    assert longer[1] == pytest.approx(2 * longer[0])
 
 
 # ------------------------------------------------------------------------------------ the finding

@@ -355,13 +355,35 @@ def test_only_sizes_that_divide_the_heads_are_advised(tmp_path: Path) -> None:
 
 
 def test_an_fp8_cache_is_advised_where_it_runs(kimi: Path) -> None:
-    def fix(release: str, gpu: str) -> str:
-        subject = looked_at(kimi, *EIGHT, drafter=MLA, gpu=gpu, release=release)
+    def fix(release: str, gpu: str, plugin: bool = True) -> str:
+        subject = looked_at(kimi, *EIGHT, drafter=MLA, gpu=gpu, release=release, plugin=plugin)
         return only(found(subject), "memory-context-does-not-fit").fix
 
     assert "--kv-cache-dtype fp8" in fix("0.19.1", "sm_120,96GiB,8")
-    assert "--kv-cache-dtype fp8" not in fix("0.26.0", "sm_120,96GiB,8")
+    assert "--kv-cache-dtype fp8" in fix("0.26.0", "sm_120,96GiB,8")  # With the plugin's kernel.
+    assert "--kv-cache-dtype fp8" not in fix("0.26.0", "sm_120,96GiB,8", plugin=False)
     assert "--kv-cache-dtype fp8" not in fix("0.19.1", "sm_80,90GiB,8")  # No fp8e4nv.
+
+
+def test_the_workspace_of_triton_mla(kimi: Path) -> None:
+    """From 0.31 on vLLM's own reserves gigabytes for splits of verify steps."""
+
+    def said(*flags: str, plugin: bool) -> list[Finding]:
+        words = (*EIGHT, "--max-model-len", "100000", *flags)
+        return found(
+            looked_at(
+                kimi, *words, drafter=MLA, gpu="sm_120,96GiB,8", release="0.33.0", plugin=plugin
+            )
+        )
+
+    assert ids(said(plugin=True)) == ["memory-summary"]
+    assert "workspace" not in said(plugin=True)[0].fact
+    tight = only(said(plugin=False), "memory-context-is-tight")
+    assert "reckoning 4.8 GiB for these and 16.0 GiB for TRITON_MLA's workspace" in tight.fact
+    assert "--max-num-seqs 32, which makes TRITON_MLA's workspace smaller" in tight.fix
+    few = said("--max-num-seqs", "32", plugin=False)
+    assert ids(few) == ["memory-summary"]
+    assert "and NCCL and 0.5 GiB for TRITON_MLA's workspace; of" in few[0].fact
 
 
 def test_the_batch_is_that_of_the_release(kimi: Path) -> None:
@@ -383,7 +405,7 @@ def test_tokens_fit_in_whole_blocks_but_for_one() -> None:
     cache = module.Cache(1000.0, 24.0, ranks=2, dtype="fp8")
     subject = Subject(parse(["kimi"]), None, {})
     assert module.plan(subject) is None  # Nothing is known of the target.
-    plan = module.Plan(0, 0.0, 0, "", cache, 2**30, 0.9, None, 0, 64, None, None)
+    plan = module.Plan(0, 0.0, 0, "", cache, 2**30, 0.9, None, 0, 0, 64, None, None)
     size = 10 * 64 * 1024
     assert plan.tokens(size) == plan.tokens(size + 1024) == 9 * 64 * 2
     assert plan.tokens(size - 1) == 8 * 64 * 2

@@ -15,6 +15,7 @@ from vllm_kimi_eagle3.check import drafter as drafter_check
 from vllm_kimi_eagle3.check import path as path_check
 from vllm_kimi_eagle3.check.command import parse
 from vllm_kimi_eagle3.check.facts import facts_for
+from vllm_kimi_eagle3.check.gpus import parse_gpus
 from vllm_kimi_eagle3.check.path import stock_aux_layers
 from vllm_kimi_eagle3.check.subject import Subject
 from vllm_kimi_eagle3.findings import Finding, Severity
@@ -215,6 +216,39 @@ def test_what_comes_of_it_without(
     subject = subject_of(made(tmp_path / "d", config, **recipe), release, environ)
     assert subject.pair is not None
     assert needs(subject).get(patch) == severity
+
+
+@pytest.mark.parametrize(
+    ("gpu", "words", "release", "severity"),
+    [
+        ("sm_120", (), "0.20.2", SLOW),
+        ("sm_120", (), "0.24.0", FAILS),  # While graphs are captured.
+        ("sm_120", ("--enforce-eager",), "0.24.0", SLOW),
+        ("sm_120", (), "0.33.0", SLOW),
+        ("sm_120", ("--kv-cache-dtype", "fp8"), "0.17.1", FAILS),  # No back-end.
+        ("sm_120", ("--kv-cache-dtype", "fp8"), "0.19.1", SLOW),
+        ("sm_120", ("--kv-cache-dtype", "fp8"), "0.33.0", FAILS),  # Too much shared memory.
+        ("sm_80", ("--kv-cache-dtype", "fp8"), "0.33.0", None),  # No kernel of either.
+        ("sm_90", (), "0.24.0", None),
+        ("sm_90", ("--attention-backend", "TRITON_MLA"), "0.24.0", FAILS),
+        (None, (), "0.24.0", None),
+    ],
+)
+def test_the_attention_of_verify_steps(
+    gpu: str | None, words: tuple[str, ...], release: str, severity: Severity | None, tmp_path: Path
+) -> None:
+    folder = made(tmp_path / "d", PLAIN)
+    for environ in (V1, V1 | {"VLLM_KIMI_EAGLE3_DISABLE": "mla-attention"}):
+        subject = subject_of(folder, release, environ, *words)
+        subject.gpus = None if gpu is None else parse_gpus(gpu)
+        found = path_check.path(subject)
+        assert found is not None
+        assert needs(subject).get("mla-attention") == severity
+        is_open = "mla-attention" in {need.patch for need in found.open}
+        assert is_open == (severity is not None and "VLLM_KIMI_EAGLE3_DISABLE" in environ)
+        assert (found.verdict == "not at all") == (is_open and severity is FAILS)
+        by = {c.name: c.by for c in found.capabilities}["attention of decode and verify steps"]
+        assert by == ("nobody" if is_open else "plugin" if severity else "upstream")
 
 
 def test_a_limit_of_the_users_is_no_gap(tmp_path: Path) -> None:
