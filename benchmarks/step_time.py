@@ -9,17 +9,19 @@ and a drafter with random weights, so that next to nothing is accepted and every
 verifies in full. `--ours off` leaves the plugin's attention back-end out (`mla-attention` in
 VLLM_KIMI_EAGLE3_DISABLE), and nothing else. Every engine is a process of its own. With `--together`
 several start at once, which is most of the time that they take, and are then measured one by one,
-the others idle.
+the others idle. Of `--turn`, a lock file, one that starts holds a share (`flock -s` does too), and
+one that is measured the whole.
 
-A row says what a whole step takes, from two generations of different length, and apart from that,
-from CUDA events in the worker:
+A row says, from CUDA events in the worker:
 
+- `step`: a whole step, from the beginning of one target's forward to that of the next.
 - `target`: the target's forward, which verifies. `graph_replays` is how many CUDA graphs it
   replays: 1 if all of it is one graph, some two a layer if the graph is cut at the attention, 0 if
   it is launched piece by piece. With less than a whole graph the time has the CPU's in it.
 - `drafting`: the drafting loop, whose time the CPU bounds.
 
-`--profile` adds the kernels of some steps: how often each ran, and for how long.
+`--profile 30000` adds, for that context, the kernels of some steps: how often each ran, and for how
+long.
 
 The share is not the whole model in this: 64 experts in bfloat16 in place of 384 in int4. At eight
 chosen per token a batch of 16 with three drafts touches all 64 and would touch some 280 of the 384.
@@ -50,8 +52,7 @@ sys.path.insert(0, str(ROOT))
 from benchmarks import rows  # noqa: E402
 
 PATCH = "mla-attention"
-SHORT, LONG = 9, 41  # Tokens of the two generations.
-PROFILED = 6
+MEASURED, PROFILED = 41, 6  # Tokens of a generation.
 MARK = "STEP_TIME "
 LOG = re.compile(
     r"kimi.eagle3|Using \S+ (attention )?backend|cudagraph_mode=|Model loading took|KV cache size"
@@ -69,11 +70,11 @@ def main() -> int:
     parser.add_argument("--drafter", default="llama", choices=["llama", "mla"])
     parser.add_argument("--backend", default="TRITON_MLA")
     parser.add_argument("--kv", default="auto", help="kv_cache_dtype")
-    parser.add_argument("--profile", action="store_true")
+    parser.add_argument("--profile", type=int, nargs="*", default=[], help="contexts")
     parser.add_argument("--together", type=int, default=1, help="engines that start at once")
     parser.add_argument("--seconds", type=float, default=3600.0, help="start no engine after these")
     parser.add_argument(
-        "--turn", type=Path, help="a lock file: engines are measured while this run holds it"
+        "--turn", type=Path, help="a lock file, for several runs at a time; see above"
     )
     parser.add_argument("--out", type=Path, help="append the rows to this file")
     parser.add_argument("--engine", help=argparse.SUPPRESS)  # The process of one engine.
@@ -140,11 +141,10 @@ def report(seen: dict[tuple[Any, ...], dict[str, Any]]) -> None:
         plain = seen.get((layers, ours, 0, batch, ctx))
         if not k or plain is None:
             continue
-        ratios = [
-            f"step {row['step_ms']:.2f} / {plain['step_ms']:.2f} ms = "
-            f"{row['step_ms'] / plain['step_ms']:.2f}"
-        ]
+        ratios = []
         if "target" in row and "target" in plain:
+            step, plain_step = (r["step"]["median"] for r in (row, plain))
+            ratios.append(f"step {step:.2f} / {plain_step:.2f} ms = {step / plain_step:.2f}")
             verify, step = (r["target"]["gpu_ms"]["median"] for r in (row, plain))
             ratios.append(
                 f"target {verify:.2f} / {step:.2f} ms = {verify / step:.2f} "
@@ -191,7 +191,6 @@ def serve(one: dict[str, Any]) -> None:
         "gpu_memory_utilization": 0.05,
         "kv_cache_memory_bytes": cache_bytes(one),
         "enable_prefix_caching": True,
-        "disable_log_stats": False,
         "attention_backend": one["backend"],
         "block_size": 64,
         "kv_cache_dtype": one["kv"],
@@ -205,11 +204,13 @@ def serve(one: dict[str, Any]) -> None:
     }
     if k:
         arguments["speculative_config"] = speculative(one["drafter"], one["backend"], k, folder)
-    begun = time.monotonic()
-    llm = LLM(**arguments)
-    start_s = round(time.monotonic() - begun, 1)
     with open(one["turn"], "w") as turn:
-        fcntl.flock(turn, fcntl.LOCK_EX)  # Until this process ends, or measuring does.
+        fcntl.flock(turn, fcntl.LOCK_SH)  # With the others that start, and none that is measured.
+        begun = time.monotonic()
+        llm = LLM(**arguments)
+        start_s = round(time.monotonic() - begun, 1)
+        fcntl.flock(turn, fcntl.LOCK_UN)
+        fcntl.flock(turn, fcntl.LOCK_EX)  # Alone, until this process ends or measuring does.
         measure(llm, one, start_s)
 
 
@@ -218,54 +219,40 @@ def cache_bytes(one: dict[str, Any]) -> int:
     channel = 1 if one["kv"].startswith("fp8") else 2
     per_token = one["layers"] * 576 * channel + 2 * 8 * 128 * 2
     tokens = max(one["batch"]) * (max(one["ctx"]) + 1024)
-    return int(tokens * per_token * 1.25)
+    return int(tokens * per_token * 1.05)
 
 
 def measure(llm: Any, one: dict[str, Any], start_s: float) -> None:
     """Prints a marked line per batch and context."""
     from vllm import SamplingParams
 
-    k = one["k"]
     chosen = random.Random(1)
 
-    def generate(prompts: list[Any], tokens: int) -> float:
+    def generate(prompts: list[Any], tokens: int) -> None:
         sampling = SamplingParams(
             temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False
         )
-        begun = time.perf_counter()
         llm.generate(prompts, sampling, use_tqdm=False)
-        return time.perf_counter() - begun
-
-    def drafts() -> float:
-        found = [m.value for m in llm.get_metrics() if m.name == "vllm:spec_decode_num_drafts"]
-        return float(sum(found))
 
     for ctx, batch in itertools.product(one["ctx"], one["batch"]):
         prompts = [
             {"prompt_token_ids": [chosen.randrange(10, 20000) for _ in range(ctx)]}
             for _ in range(batch)
         ]
-        generate(prompts, 8)  # Fills the prefix cache.
-        before = drafts()
-        short = min(generate(prompts, SHORT) for _ in range(2))
-        between = drafts()
-        long = min(generate(prompts, LONG) for _ in range(2))
-        after = drafts()
-        # Per generation: steps of the long one less those of the short one.
-        steps = ((after - between) - (between - before)) / 2 / batch if k else LONG - SHORT
-        row = {
-            "batch": batch, "ctx": ctx, "start_s": start_s, "step_ms": (long - short) / steps * 1e3,
-            "steps": steps, "tokens_per_step": (LONG - SHORT) / steps,
-        }  # fmt: skip
+        generate(prompts, PROFILED)  # Fills the prefix cache.
         llm.collective_rpc(start_recording)
-        generate(prompts, LONG)
+        generate(prompts, MEASURED)
         recorded = llm.collective_rpc(stop_recording)[0]
-        row.update(summary(recorded, batch * (1 + k)))
-        if one["profile"]:
+        row = {
+            "batch": batch,
+            "ctx": ctx,
+            "start_s": start_s,
+            **summary(recorded, batch * (1 + one["k"])),
+        }
+        if ctx in one["profile"]:
             llm.collective_rpc(start_profile)
             generate(prompts, PROFILED)
             row["kernels"] = llm.collective_rpc(stop_profile)[0]
-        row = {name: round(v, 4) if isinstance(v, float) else v for name, v in row.items()}
         print(MARK + json.dumps(row), flush=True)
 
 
@@ -310,6 +297,8 @@ def summary(recorded: list[list[Any]], tokens: int) -> dict[str, Any]:
             "tokens": tokens,
             "calls": len(spans),
         }
+        if label == "target":
+            parts["step"] = rows.spread([span[4] for span in spans])
     return parts
 
 
@@ -370,17 +359,20 @@ def start_recording(worker: Any) -> None:
 
 
 def stop_recording(worker: Any) -> list[list[Any]]:
-    """Take the events away again; label, milliseconds on the GPU and on the CPU, graph replays."""
+    """Take the events away again; label, milliseconds on the GPU and on the CPU, graph replays,
+    and milliseconds on the GPU since the label's last one began."""
     import torch
 
     spans, undo = worker._step_time
     for one in undo:
         one()
     torch.cuda.synchronize()
-    return [
-        [label, events[0].elapsed_time(events[1]), cpu_ms, graphs]
-        for label, events, cpu_ms, graphs in spans
-    ]
+    found, last = [], {}
+    for label, events, cpu_ms, graphs in spans:
+        since = last[label].elapsed_time(events[0]) if label in last else 0.0
+        last[label] = events[0]
+        found.append([label, events[0].elapsed_time(events[1]), cpu_ms, graphs, since])
+    return found
 
 
 def start_profile(worker: Any) -> None:

@@ -2,7 +2,8 @@
 """Speculation changes no token, with the plugin's attention back-end and with vLLM's own.
 
     python -m pytest tests/gpu/test_lossless.py [-k "fp8 and on"]     # vLLM 0.18 to 0.33 on CUDA
-    TOGETHER=6 python -m pytest tests/gpu/test_lossless.py            # engines that start at once
+    TOGETHER=12 python -m pytest tests/gpu/test_lossless.py           # engines that start at once
+    LOSSLESS=rows.jsonl ...                                           # a row per run
 
 Not part of CI, which has no GPU. The trained tiny pair with the real Kimi's head sizes
 (tests/assets/widen.py) runs on TRITON_MLA: bf16 and fp8 KV, compiled, with CUDA graphs, prefix
@@ -10,8 +11,10 @@ caching and chunked prefill, and one request, four, and 48 of very different len
 at a time, so that requests join and leave between steps.
 
 In bfloat16 an argmax can tip over where two logits are close, and does so as the sizes of batches
-differ. So outputs may part where both tokens are nearly the float32 reference's best, and nowhere
-else. The test prints how many are so excused, and does not excuse more than a quarter.
+differ, so texts of two runs part, whoever serves. What is compared is therefore every single token:
+that which the float32 reference gives for the very same prefix, and by how many logits the token
+taken is below it. vLLM without drafts and without the plugin's back-end is the measure of how often
+and how far rounding alone goes; no other run may go further.
 """
 
 from __future__ import annotations
@@ -27,6 +30,8 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks import rows
+from benchmarks.gpu import gpu_facts
 from tests.assets.variants import load_prompts
 from tests.assets.widen import write_wide_pair
 from tests.hosts.harness import LLAMA_DRAFTER, at_least
@@ -37,10 +42,11 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a G
 ROOT = Path(__file__).parents[2]
 K = 3
 PATCH = "mla-attention"
-# In logits. The rounding of an fp8 cache moves them by more.
-NEAR_TIE = {"auto": 0.5, "fp8": 1.0}
-# Of the requests: those whose outputs may part at a near tie.
-MOST_TIED = 0.25
+# Of tokens that are not the reference's, and of the logits that they are below it: how many times
+# as much as stock's without drafts, whose own figures move with the sizes of its batches.
+MOST_OTHERS, FURTHEST = 1.5, 1.5
+# Of accepted drafts a step, against stock's.
+FEWEST_ACCEPTED = 0.85
 RUNNING = 32
 # What the back-end's line in the log says.
 SERVES = "serves TRITON_MLA: decode steps"
@@ -100,7 +106,7 @@ class Engines:
             "seed": 0,
             # Not what is left of the memory, which engines beside this one change while it looks.
             "gpu_memory_utilization": 0.02,
-            "kv_cache_memory_bytes": 2 << 30,
+            "kv_cache_memory_bytes": 512 << 20,
             "kv_cache_dtype": kv,
             "attention_backend": "TRITON_MLA",
         }
@@ -143,49 +149,73 @@ def engines(tmp_path_factory: pytest.TempPathFactory) -> Engines:
     return Engines(tmp_path_factory.mktemp("lossless"))
 
 
-def assert_same_or_tied(target: Path, ours: Any, others: Any, near_tie: float) -> None:
-    """Outputs of two runs are equal, or part at a near tie of the reference; few of them do."""
-    reference = load_target(target)
-    requests = [request for wave in waves() for request in wave]
-    pairs = [
-        pair
-        for wave, other in zip(ours, others, strict=True)
-        for pair in zip(wave, other, strict=True)
-    ]
-    tied = 0
-    for request, (one, other) in zip(requests, pairs, strict=True):
-        if one == other:
-            continue
-        at = next(i for i, pair in enumerate(zip(one, other, strict=True)) if pair[0] != pair[1])
-        logits = reference(torch.tensor(request["tokens"] + one[:at])).logits[-1]
-        best = logits.max()
-        here = logits[[one[at], other[at]]]
-        assert (best - here).max() < near_tie, (at, one, other, best - here)
-        tied += 1
-    print(f"{len(requests) - tied} of {len(requests)} outputs equal, the others part at near ties")
-    assert tied <= MOST_TIED * len(requests)
+def judged(engines: Engines, kv: str, ours: str, drafter: str) -> dict[str, Any]:
+    """Tokens of a run, how many of them are not the reference's for their prefix, and how many
+    logits the furthest of those is below it."""
+    run = engines.run(kv, ours, drafter)
+    if "judged" not in run:
+        reference = load_target(engines.target)
+        gaps = []
+        for wave, outputs in zip(waves(), run["waves"], strict=True):
+            for request, output in zip(wave, outputs, strict=True):
+                assert len(output) == request["max_tokens"]
+                tokens = torch.tensor(request["tokens"] + output)
+                with torch.no_grad():
+                    logits = reference(tokens[:-1]).logits[len(request["tokens"]) - 1 :]
+                taken = logits.gather(1, tokens[len(request["tokens"]) :, None])[:, 0]
+                gaps.append(logits.max(1).values - taken)
+        gap = torch.cat(gaps)
+        plain = engines.run(kv, ours, "none")
+        run["judged"] = {
+            "tokens": len(gap),
+            "others": int((gap > 0).sum()),
+            "furthest": round(float(gap.max()), 3),
+            "same_texts_as_without_drafts": sum(
+                one == other
+                for pair in zip(run["waves"], plain["waves"], strict=True)
+                for one, other in zip(*pair, strict=True)
+            ),
+            "texts": len(gaps),
+        }
+        print(kv, ours, drafter, run["judged"])
+        if "LOSSLESS" in os.environ:
+            about = {"kv": kv, "ours": ours, "drafter": drafter, "k": K, "running": RUNNING}
+            about |= {name: run[name] for name in ("judged", "spec_decode", "graphs")}
+            rows.append(Path(os.environ["LOSSLESS"]), {**gpu_facts(), **about})
+    found: dict[str, Any] = run["judged"]
+    return found
+
+
+def accepted(engines: Engines, kv: str, ours: str, drafter: str) -> float:
+    """Drafts a step."""
+    counts = engines.run(kv, ours, drafter)["spec_decode"]
+    return float(counts["num_accepted_tokens"] / counts["num_drafts"])
 
 
 KV = pytest.mark.parametrize("kv", ["auto", "fp8"])
-DRAFTERS = pytest.mark.parametrize("drafter", ["llama", "mla"])
 
 
 @KV
-@DRAFTERS
 @pytest.mark.parametrize("ours", ["on", "off"])
-def test_speculation_changes_no_token(engines: Engines, kv: str, ours: str, drafter: str) -> None:
+@pytest.mark.parametrize("drafter", ["none", "llama", "mla"])
+def test_tokens_are_the_references(engines: Engines, kv: str, ours: str, drafter: str) -> None:
     if drafter == "llama" and not at_least(0, 21):
         pytest.skip("before 0.21 TRITON_MLA is applied to a Llama drafter too, which refuses")
-    plain = engines.run(kv, ours, "none")
-    run = engines.run(kv, ours, drafter)
-    assert run["spec_decode"]["num_accepted_tokens"] > run["spec_decode"]["num_drafts"]
-    assert_same_or_tied(engines.target, run["waves"], plain["waves"], NEAR_TIE[kv])
+    measure = judged(engines, kv, "off", "none")
+    assert measure["others"] < 0.05 * measure["tokens"], measure
+    found = judged(engines, kv, ours, drafter)
+    assert found["others"] <= MOST_OTHERS * measure["others"], (found, measure)
+    assert found["furthest"] <= FURTHEST * measure["furthest"], (found, measure)
 
 
 @KV
-def test_the_back_end_changes_no_token(engines: Engines, kv: str) -> None:
-    ours, stock = engines.run(kv, "on", "none"), engines.run(kv, "off", "none")
-    assert_same_or_tied(engines.target, ours["waves"], stock["waves"], NEAR_TIE[kv])
+@pytest.mark.parametrize("drafter", ["llama", "mla"])
+def test_as_many_drafts_are_accepted(engines: Engines, kv: str, drafter: str) -> None:
+    if drafter == "llama" and not at_least(0, 21):
+        pytest.skip("before 0.21 TRITON_MLA is applied to a Llama drafter too, which refuses")
+    stock = accepted(engines, kv, "off", drafter)
+    assert stock > 0.5
+    assert accepted(engines, kv, "on", drafter) > FEWEST_ACCEPTED * stock
 
 
 @KV
