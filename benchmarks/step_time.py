@@ -67,6 +67,9 @@ def main() -> int:
     parser.add_argument("--ours", nargs="+", default=["on", "off"], choices=["on", "off"])
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 4, 16])
     parser.add_argument("--ctx", type=int, nargs="+", default=[512, 8192, 30000])
+    parser.add_argument(
+        "--tokens", type=int, default=10**9, help="leave out cells of more cached tokens"
+    )
     parser.add_argument("--drafter", default="llama", choices=["llama", "mla"])
     parser.add_argument("--backend", default="TRITON_MLA")
     parser.add_argument("--kv", default="auto", help="kv_cache_dtype")
@@ -100,8 +103,8 @@ def run(options: argparse.Namespace) -> int:
             ones = [
                 {
                     "layers": layers, "k": k, "ours": ours, "drafter": options.drafter,
-                    "backend": options.backend, "kv": options.kv, "batch": options.batch,
-                    "ctx": options.ctx, "profile": options.profile, "folder": str(folder),
+                    "backend": options.backend, "kv": options.kv, "cells": cells(options),
+                    "profile": options.profile, "folder": str(folder),
                     "turn": str(options.turn or Path(scratch) / "turn"),
                 }
                 for k, ours in itertools.product(options.k, options.ours)
@@ -155,6 +158,12 @@ def report(seen: dict[tuple[Any, ...], dict[str, Any]]) -> None:
         print(f"{layers} layers, ours {ours}, k {k}, batch {batch}, ctx {ctx}: {'; '.join(ratios)}")
 
 
+def cells(options: argparse.Namespace) -> list[tuple[int, int]]:
+    """Contexts and batches."""
+    every = itertools.product(options.ctx, options.batch)
+    return [(ctx, batch) for ctx, batch in every if ctx * batch <= options.tokens]
+
+
 def engine(one: dict[str, Any]) -> tuple[list[dict[str, Any]], str]:
     """The rows of one engine, and its log."""
     environment = {
@@ -178,14 +187,15 @@ def serve(one: dict[str, Any]) -> None:
     """Starts the engine, and measures it when it is its turn."""
     from vllm import LLM
 
-    k, most = one["k"], max(one["batch"])
+    k = one["k"]
+    batches = sorted({batch for _, batch in one["cells"]})
     folder = Path(one["folder"])
     arguments: dict[str, Any] = {
         "model": str(folder / "target"),
         "load_format": "dummy",
         "skip_tokenizer_init": True,
-        "max_model_len": max(one["ctx"]) + 1024,
-        "max_num_seqs": most,
+        "max_model_len": max(ctx for ctx, _ in one["cells"]) + 1024,
+        "max_num_seqs": batches[-1],
         "max_num_batched_tokens": 8192,
         # Not what is left of the memory, which engines beside this one change while it looks.
         "gpu_memory_utilization": 0.05,
@@ -198,7 +208,7 @@ def serve(one: dict[str, Any]) -> None:
         "compilation_config": {
             # Those of the target, and those of the drafting loop.
             "cudagraph_capture_sizes": sorted(
-                {batch * tokens for batch in one["batch"] for tokens in (1, 1 + k)}
+                {batch * tokens for batch in batches for tokens in (1, 1 + k)}
             )
         },
     }
@@ -218,7 +228,7 @@ def cache_bytes(one: dict[str, Any]) -> int:
     """A KV cache for the largest cell: the target's latents, and a row of a Llama drafter."""
     channel = 1 if one["kv"].startswith("fp8") else 2
     per_token = one["layers"] * 576 * channel + 2 * 8 * 128 * 2
-    tokens = max(one["batch"]) * (max(one["ctx"]) + 1024)
+    tokens = max(batch * (ctx + 1024) for ctx, batch in one["cells"])
     return int(tokens * per_token * 1.05)
 
 
@@ -234,7 +244,7 @@ def measure(llm: Any, one: dict[str, Any], start_s: float) -> None:
         )
         llm.generate(prompts, sampling, use_tqdm=False)
 
-    for ctx, batch in itertools.product(one["ctx"], one["batch"]):
+    for ctx, batch in one["cells"]:
         prompts = [
             {"prompt_token_ids": [chosen.randrange(10, 20000) for _ in range(ctx)]}
             for _ in range(batch)

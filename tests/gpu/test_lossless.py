@@ -23,6 +23,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -67,19 +68,17 @@ def waves() -> list[list[dict[str, Any]]]:
 
 
 class Engines:
-    """The runs of this session, each made once; with TOGETHER=6 all of them, six at a time."""
+    """The runs of this session, each made once; those `wanted` TOGETHER=12 at a time."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, wanted: Iterable[tuple[str, str, str]] = ()) -> None:
         self.folder = folder
         self.target, self.mla_drafter = write_wide_pair(folder / "pair")
         together = int(os.environ.get("TOGETHER", "1"))
         self.pool = ThreadPoolExecutor(together)
         self.runs: dict[tuple[str, str, str], Future[dict[str, Any]]] = {}
         if together > 1:
-            for kv in ("auto", "fp8"):
-                for ours in ("on", "off"):
-                    for drafter in ("none", "mla", "llama")[: 3 if at_least(0, 21) else 2]:
-                        self.begin(kv, ours, drafter)
+            for key in wanted:
+                self.begin(*key)
 
     def begin(self, *key: str) -> Future[dict[str, Any]]:
         """A run that may have to wait for its turn."""
@@ -144,9 +143,25 @@ class Engines:
         return result
 
 
+def runs_of(item: Any) -> Iterator[tuple[str, str, str]]:
+    """What a test needs."""
+    kv, ours, drafter = (
+        item.callspec.params.get(name, other)
+        for name, other in (("kv", "auto"), ("ours", "on"), ("drafter", "mla"))
+    )
+    yield kv, "off", "none"
+    yield kv, ours, "none"
+    if drafter != "llama" or at_least(0, 21):
+        yield kv, ours, drafter
+        if "accepted" in item.name:
+            yield kv, "off", drafter
+
+
 @pytest.fixture(scope="session")
-def engines(tmp_path_factory: pytest.TempPathFactory) -> Engines:
-    return Engines(tmp_path_factory.mktemp("lossless"))
+def engines(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Engines:
+    mine = [item for item in request.session.items if item.path == Path(__file__)]
+    wanted = [run for item in mine for run in runs_of(item)]
+    return Engines(tmp_path_factory.mktemp("lossless"), wanted)
 
 
 def judged(engines: Engines, kv: str, ours: str, drafter: str) -> dict[str, Any]:
@@ -204,6 +219,9 @@ def test_tokens_are_the_references(engines: Engines, kv: str, ours: str, drafter
     measure = judged(engines, kv, "off", "none")
     assert measure["others"] < 0.05 * measure["tokens"], measure
     found = judged(engines, kv, ours, drafter)
+    if ours == "off" and drafter != "none":
+        # An H200, 0.26.0: five times as many others as without drafts, up to 8 logits below.
+        pytest.xfail(f"stock's verify steps are not this project's: {found}, without: {measure}")
     assert found["others"] <= MOST_OTHERS * measure["others"], (found, measure)
     assert found["furthest"] <= FURTHEST * measure["furthest"], (found, measure)
 
