@@ -16,6 +16,7 @@ from typing import Any, Literal
 
 from vllm_kimi_eagle3.checkpoint.drafter_tensors import expected_tensors
 from vllm_kimi_eagle3.findings import Evidence, Finding, Severity
+from vllm_kimi_eagle3.kernels.arch import KIB, arch
 
 from .attention import Choice, Choices, choices, decode_queries
 from .memory import kv_cache
@@ -36,10 +37,16 @@ _WEIGHTS_SHARE, _COMPUTE_SHARE = 0.7, 0.08
 # Share of the bandwidth at which a back-end reads the KV cache: TRITON_MLA 13 to 38 % measured on
 # an H200; FlashInfer's MLA kernel 78 % on an RTX 4090 (flashinfer pull 551).
 _CACHE_SHARE, _CACHE_SHARE_TRITON = 0.7, 0.4
-# The plugin's kernel in a plain step and with four tokens a request, 16 and 8 bits: 93, 71, 36 and
-# 25 % on an H200 (8 heads, 16 requests of 30,000 tokens), preliminary: benchmarks/results has no
-# row of it yet.
-_CACHE_SHARE_PLUGIN, _CACHE_SHARE_PLUGIN_FP8 = (0.9, 0.7), (0.35, 0.25)
+# Bytes a second that the plugin's kernel reads with one multiprocessor, in a plain step and with
+# four tokens a request, of a 16-bit cache and of an 8-bit one: an H200's, by the launch table of
+# sm_120 and its like, whose programs have 99 KB of shared memory, and by that of sm_90
+# (benchmarks/results/mla_decode.jsonl: 8 heads, 16 requests of 30,000 tokens).
+_PLUGIN_READS = {
+    "99 KB": {2: (23.5e9, 13.9e9), 1: (11.8e9, 7.6e9)},
+    "more": {2: (29.6e9, 25.0e9), 1: (13.3e9, 9.2e9)},
+}
+# Of the bandwidth, at most: the copy bandwidth, nearly.
+_PLUGIN_MOST = 0.9
 # Seconds per layer for launches and two all-reduces, over PCIe and over NVLink.
 _LAYER_PCIE, _LAYER_NVLINK = 125e-6, 45e-6
 # What a layer takes longer: attention outside a graph (10 % of 32 ms in 61 layers: pull 42885), the
@@ -226,7 +233,7 @@ def work_of(subject: Subject, found: Choices, gpu: Machine) -> Work | None:
         verify = "prefill"
     elif backend.name == "TRITON_MLA" and not backend.plugin:
         verify = "rows"
-    share_plain, share_verify = _cache_shares(found.target, verify)
+    share_plain, share_verify = _cache_shares(found.target, verify, subject, gpu)
     layer = _LAYER_NVLINK if gpu.nvlink else _LAYER_PCIE
     eager = _EAGER if graph_mode(subject) == "NONE" else 0
     in_pieces = any(c.backend is not None and c.backend.graphs in _PIECES for c in found.both)
@@ -252,17 +259,24 @@ def work_of(subject: Subject, found: Choices, gpu: Machine) -> Work | None:
     )
 
 
-def _cache_shares(choice: Choice, verify: Verify) -> tuple[float, float]:
+def _cache_shares(
+    choice: Choice, verify: Verify, subject: Subject, gpu: Machine
+) -> tuple[float, float]:
     """Of the bandwidth, at which a back-end reads the cache in a plain and in a verify step."""
     backend = choice.backend
     assert backend is not None
     share = _CACHE_SHARE_TRITON if backend.name == "TRITON_MLA" else _CACHE_SHARE
     if not backend.plugin:
         return share, share
-    fp8 = choice.layers.kv_cache_dtype.startswith("fp8")
-    own = _CACHE_SHARE_PLUGIN_FP8 if fp8 else _CACHE_SHARE_PLUGIN
+    assert subject.gpus is not None  # Without, there is no machine.
+    card = arch(subject.gpus.capability)
+    table = _PLUGIN_READS["99 KB" if card.shared_per_block <= 99 * KIB else "more"]
+    own_plain, own_verify = (
+        min(_PLUGIN_MOST, reads * card.sm_count / gpu.bandwidth)
+        for reads in table[1 if choice.layers.kv_cache_dtype.startswith("fp8") else 2]
+    )
     # A prefill is vLLM's own.
-    return own if verify == "once" else (own[0], share)
+    return own_plain, own_verify if verify == "once" else share
 
 
 _PIECES = ("NEVER", "UNIFORM_SINGLE_TOKEN_DECODE")
