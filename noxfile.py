@@ -157,11 +157,13 @@ def unit(session: nox.Session) -> None:
 
 @nox.session
 def kernels(session: nox.Session) -> None:
-    """The Triton kernels, interpreted and compiled for each GPU, without one (tests/kernels)."""
+    """The Triton kernels, interpreted and compiled for each GPU, without one (tests/kernels), and a
+    unit test that asks them."""
     overrides = Path(session.create_tmp()) / "overrides.txt"
     overrides.write_text("triton==3.6.0\n")  # torch's CUDA build wants its own.
     install(session, "--override", str(overrides), *TEST_PACKAGES, *KERNELS)
-    paths = pytest_arguments(session, "tests/kernels")
+    decides = "tests/unit/check/test_plugin_attention.py::test_it_is_what_the_server_decides"
+    paths = pytest_arguments(session, "tests/kernels", decides)
     session.run("python", "-m", "pytest", "--numprocesses=2", *paths)
 
 
