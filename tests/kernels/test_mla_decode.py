@@ -156,6 +156,19 @@ def test_heads_and_query_lengths(heads: int, query_len: int) -> None:
     assert_right(make_case(generator, [70], heads=heads, query_len=query_len))
 
 
+def test_queries_beyond_float16() -> None:
+    """With an fp8 cache products are of float16: what it does not hold counts as its largest."""
+    generator = torch.Generator().manual_seed(7)
+    case = make_case(generator, [70, 20], heads=8, query_len=2, kv_dtype=FP8, spread=3e4)
+    q, *others = case.tensors
+    held = q.float().clamp(-65504, 65504)
+    assert (held != q).any()
+    out, lse = run(case)
+    exact, exact_lse = mla_decode_reference(held, *others, **case.keywords)
+    assert (out.double() - exact).abs().max() <= ALLOWED[out.dtype]
+    torch.testing.assert_close(lse.double(), exact_lse, rtol=1e-5, atol=0)
+
+
 def test_only_padding() -> None:
     assert_right(make_case(torch.Generator().manual_seed(0), [0, 0], heads=8, query_len=2))
 

@@ -132,7 +132,7 @@ def _arch_of_index(index: int) -> Arch:
 _SMALL_BF16 = (
     # 92 KiB: two tiles in flight beside 16 rows.
     MlaDecodeConfig(16, 32, 4, 3, 1, 2),
-    # 74 KiB: one beside 32 rows; a tile of 16 in flight thrice measured 1.5 times slower.
+    # 74 KiB: one beside 32 rows.
     MlaDecodeConfig(32, 32, 4, 2, 1, 2),
 )
 # The next fp8 tile waits in registers, 36 of a thread's; 54 and 72 KiB.
@@ -141,7 +141,7 @@ _SMALL_FP8 = (
     MlaDecodeConfig(32, 32, 4, 1, 1, 2),
 )
 # The same tiles, and twice the shared memory: two programs a multiprocessor hide each other's
-# waits (H200: 212 us for 300); registers (2 x 128 threads x 255) allow no third.
+# waits (H200: 215 us for 302); registers (2 x 128 threads x 255) allow no third.
 _LARGE_BF16 = (
     MlaDecodeConfig(16, 32, 4, 3, 2, 2),
     MlaDecodeConfig(32, 32, 4, 2, 2, 2),
@@ -153,7 +153,7 @@ _LARGE_FP8 = (
 # 164 KiB a multiprocessor hold two programs of 16 rows only with one tile in flight each.
 _A100_BF16 = (MlaDecodeConfig(16, 32, 4, 2, 2, 2), _LARGE_BF16[1])
 # 112 KiB, twice into 228. The queries are read from shared memory once a tile: tiles of 64 halve
-# that, which is what bounds 32 rows here (H200: 183 us for 211).
+# that, which is what bounds 32 rows here (H200: 168 us for 215).
 _HOPPER_BF16 = (
     MlaDecodeConfig(16, 32, 4, 3, 2, 2),
     MlaDecodeConfig(32, 64, 4, 2, 2, 1),

@@ -96,7 +96,8 @@ def mla_decode(
 
     Args:
         q: [batch * query_len, heads, R + P], bfloat16 or float16, last stride 1, or the pair of
-            its first R and its last P columns. The tokens of a request follow each other.
+            its first R and its last P columns. The tokens of a request follow each other. With
+            an fp8 cache products are of float16, and a query beyond 65504 counts as that.
         kv_cache: [blocks, page, R + P], bfloat16, float16 or float8_e4m3fn, last stride 1.
         block_table: [batch, pages] int32, last stride 1; entries past a request's length are
             not read.
@@ -409,11 +410,13 @@ def _queries(rows, cols, row_mask, KV, INTERPRETED: tl.constexpr):
 def _queries_in_fours(rows, row_mask, BLOCK_M: tl.constexpr, QUARTER: tl.constexpr):
     """Four tiles of queries as float16: tile j has every fourth column from j on, as `_unpack`.
 
-    Loaded side by side and then split: a thread that loads every fourth column only takes as
-    many transactions as there are elements, and those took as long as twenty tiles of the cache.
+    Loaded side by side and then split: a thread that loads every fourth column alone takes as
+    many transactions as there are elements. What float16 does not hold is cut off: an infinity
+    less an infinity is no number.
     """
     cols = tl.arange(0, 4 * QUARTER)
-    x = tl.load(rows[:, None] + cols[None, :], mask=row_mask[:, None], other=0.0).to(tl.float16)
+    x = tl.load(rows[:, None] + cols[None, :], mask=row_mask[:, None], other=0.0).to(tl.float32)
+    x = tl.minimum(tl.maximum(x, -65504.0), 65504.0).to(tl.float16)
     even, odd = tl.split(tl.reshape(x, [BLOCK_M, QUARTER, 2, 2]))
     x0, x2 = tl.split(even)
     x1, x3 = tl.split(odd)
