@@ -43,19 +43,29 @@ def registry() -> dict[str, Any]:
     backend = AttentionBackendEnum.TRITON_MLA
     host = find_host()
     only = (mla_attention.PATCH,)
-    said = {"stock": backend.get_path()}
-    (status,) = patches.apply(host, Settings(), only)
-    said["state"] = f"{status.state.value}: {status.reason}"
+    said: dict[str, Any] = {"stock": backend.get_path()}
+
+    def state() -> list[Any]:
+        (status,) = patches.apply(host, Settings(), only)
+        return [status.state.value, status.verified, status.reason]
+
+    said["state"] = state()
     said["ours"] = backend.get_path()
     patches.apply(host, Settings(disabled=frozenset({"mla-attention"})), only)
     said["disabled"] = backend.get_path()
     register_backend(backend, "other.plugin.Backend")
-    patches.apply(host, Settings(), only)
+    said["state after another's"] = state()
     patches.revert(only)
     said["another's"] = backend.get_path()
     backend.clear_override()
-    patches.apply(host, Settings(), only)
+    said["state again"] = state()
     said["again"] = backend.get_path()
+    register_backend(backend, "other.plugin.Backend")
+    said["state before another's"] = state()
+    said["another's, later"] = backend.get_path()
+    # The jobs that follow are with the plugin's.
+    backend.clear_override()
+    patches.apply(host, Settings(), only)
     return said
 
 

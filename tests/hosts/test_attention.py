@@ -129,14 +129,28 @@ def of(said: dict[str, Any], name: str) -> dict[str, Any]:
 
 def test_registration_is_read_back_taken_back_and_leaves_anothers(said: dict[str, Any]) -> None:
     registry = said["registry"]
-    assert registry.pop("state").startswith("applied: ")
-    assert registry == {
+    assert {what: registry[what] for what in registry if not what.startswith("state")} == {
         "stock": STOCK,
         "ours": PATH,
         "disabled": STOCK,
         "another's": "other.plugin.Backend",
         "again": PATH,
+        "another's, later": "other.plugin.Backend",
     }
+
+
+@pytest.mark.parametrize("when", ["state", "state again"])
+def test_its_state_where_nobody_else_overrides_the_name(said: dict[str, Any], when: str) -> None:
+    assert said["registry"][when][:2] == ["applied", True]
+
+
+@pytest.mark.parametrize("when", ["state after another's", "state before another's"])
+def test_its_state_where_another_plugin_overrides_the_name(said: dict[str, Any], when: str) -> None:
+    assert said["registry"][when] == [
+        "not needed",
+        None,
+        "another plugin has overridden TRITON_MLA: other.plugin.Backend",
+    ]
 
 
 @pytest.mark.parametrize("name", ["llama drafter", "mla drafter", "no drafter", "text-only"])

@@ -3,9 +3,10 @@
 
 from __future__ import annotations
 
+import logging
 import subprocess
 import sys
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -113,6 +114,67 @@ def test_the_requests_of_a_call(
 def test_vllm_finds_one_name_there() -> None:
     with pytest.raises(AttributeError, match="has no attribute 'other'"):
         triton_mla.other  # noqa: B018
+
+
+OUR_MODULE = "vllm_kimi_eagle3.attention.backend"
+
+
+def vllm_with(monkeypatch: pytest.MonkeyPatch, current: Any) -> None:
+    """A vLLM of which there is what says the current configuration; None: not that, either."""
+    made = {name: ModuleType(name) for name in ("vllm", "vllm.config", "vllm.config.vllm")}
+    if current is not None:
+        vars(made["vllm.config.vllm"])["get_current_vllm_config_or_none"] = lambda: current
+    for name, module in made.items():
+        monkeypatch.setitem(sys.modules, name, module)
+
+
+class Broken(ModuleType):
+    def __getattr__(self, name: str) -> Any:
+        raise ValueError(f"no {name}")
+
+
+def breaks(monkeypatch: pytest.MonkeyPatch, where: str) -> None:
+    """Something that is no wrong setting fails on the way to the back-end."""
+    kimi = config(model())
+    if where == "vLLM's function":
+        kimi = None
+    elif where == "the model's config":
+        del kimi.model_config.hf_text_config
+    else:
+        monkeypatch.setitem(sys.modules, OUR_MODULE, Broken(OUR_MODULE))
+    vllm_with(monkeypatch, kimi)
+
+
+WHERE = ["vLLM's function", "the model's config", "the back-end"]
+
+
+@pytest.mark.parametrize("where", WHERE)
+def test_what_cannot_be_loaded_leaves_vllms_own(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, where: str
+) -> None:
+    monkeypatch.delenv("VLLM_KIMI_EAGLE3_STRICT", raising=False)
+    breaks(monkeypatch, where)
+    with caplog.at_level(logging.ERROR):
+        assert triton_mla._ours() is None
+    assert "vLLM's own TRITON_MLA serves" in caplog.text
+
+
+@pytest.mark.parametrize("where", WHERE)
+def test_strictly_it_is_an_error(monkeypatch: pytest.MonkeyPatch, where: str) -> None:
+    monkeypatch.setenv("VLLM_KIMI_EAGLE3_STRICT", "1")
+    breaks(monkeypatch, where)
+    with pytest.raises((ImportError, AttributeError, ValueError)):
+        triton_mla._ours()
+
+
+@pytest.mark.parametrize("strict", ["0", "1"])
+def test_a_wrong_setting_is_refused_either_way(
+    monkeypatch: pytest.MonkeyPatch, strict: str
+) -> None:
+    monkeypatch.setenv("VLLM_KIMI_EAGLE3_STRICT", strict)
+    vllm_with(monkeypatch, config(model(), {"kimi_eagle3": {"attention": "no"}}))
+    with pytest.raises(ValueError, match="drafter-setting"):
+        triton_mla._ours()
 
 
 def test_the_path_imports_nothing_until_it_is_resolved() -> None:

@@ -16,7 +16,7 @@ from vllm_kimi_eagle3 import contract, patches
 from vllm_kimi_eagle3.contract import Sources, Symbol
 from vllm_kimi_eagle3.host import SUPPORTED, Host
 from vllm_kimi_eagle3.patches import State, apply, revert
-from vllm_kimi_eagle3.patches.base import Action, Patch, decide, set_attribute
+from vllm_kimi_eagle3.patches.base import Action, NotNeededError, Patch, decide, set_attribute
 from vllm_kimi_eagle3.settings import Settings
 
 STOCK = "def gap(x):\n    return x\n"
@@ -156,6 +156,19 @@ def test_an_exception_is_a_status(patch: Patch, tmp_path: Path) -> None:
     (status,) = apply(host(tmp_path, "0.17.1"), patches=[replace(patch, install=install)])
     assert status.state is State.FAILED
     assert "ImportError: no such module" in status.reason
+
+
+@pytest.mark.parametrize("at", ["install", "verify"])
+def test_what_somebody_else_has_taken_over_is_not_needed(
+    patch: Patch, tmp_path: Path, upstream: SimpleNamespace, at: str
+) -> None:
+    def taken() -> Any:
+        raise NotNeededError("another has it")
+
+    taken_over = replace(patch, install=taken) if at == "install" else replace(patch, verify=taken)
+    (status,) = apply(host(tmp_path, "0.17.1"), patches=[taken_over])
+    assert (status.state, status.reason) == (State.NOT_NEEDED, "another has it")
+    assert (status.verified, upstream.value) == (None, "stock")
 
 
 def test_disabled(patch: Patch, tmp_path: Path, upstream: SimpleNamespace) -> None:

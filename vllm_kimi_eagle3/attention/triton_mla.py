@@ -23,7 +23,11 @@ def __getattr__(name: str) -> Any:
 
 
 def _ours() -> type | None:
-    """Our back-end, or None if the model that is being built is not for it."""
+    """Our back-end, or None if the model that is being built is not for it.
+
+    Raises:
+        ValueError: the plugin's settings in ``--additional-config`` are wrong.
+    """
     from vllm_kimi_eagle3.log import get_logger
     from vllm_kimi_eagle3.settings import Settings
 
@@ -32,13 +36,18 @@ def _ours() -> type | None:
 
         from .plan import is_for
 
-        if not is_for(get_current_vllm_config_or_none()):
-            return None
-        from .backend import MlaDecodeBackend
+        vllm_config = get_current_vllm_config_or_none()
+        try:
+            wanted = is_for(vllm_config)
+        except ValueError as error:
+            # For the user, so it must get past the handler below; no other ValueError may.
+            refused = error
+        else:
+            if not wanted:
+                return None
+            from .backend import MlaDecodeBackend
 
-        return MlaDecodeBackend
-    except ValueError:
-        raise
+            return MlaDecodeBackend
     except Exception:
         # An error here would read as "TRITON_MLA cannot be used on this machine".
         if Settings.from_environment().strict:
@@ -48,3 +57,4 @@ def _ours() -> type | None:
             "serves"
         )
         return None
+    raise refused

@@ -43,7 +43,7 @@ from . import (
     whitelist,
     yarn_magnitude,
 )
-from .base import Action, Patch, Undo, decide
+from .base import Action, NotNeededError, Patch, Undo, decide
 
 PATCHES: tuple[Patch, ...] = (
     image_token.PATCH,
@@ -212,6 +212,8 @@ def _apply_one(
         if patch.id not in _undo:
             _undo[patch.id] = patch.install()
         verified = patch.verify()
+    except NotNeededError as error:
+        return Status(patch, State.NOT_NEEDED, str(error))
     except Exception as error:  # Whatever upstream raises here must not stop a server.
         return Status(patch, State.FAILED, f"{type(error).__name__}: {error}")
     if not verified:

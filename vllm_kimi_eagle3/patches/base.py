@@ -21,6 +21,12 @@ from vllm_kimi_eagle3.host import SUPPORTED, Host
 
 Undo = Callable[[], None]
 
+
+class NotNeededError(Exception):
+    """Raised by a patch's ``install`` or ``verify`` where something else has taken the place that
+    the patch would change, by the user's wish; the message is the reason in ``status``."""
+
+
 # 0.15.0 is the same series as the first supported release; nothing older is tried.
 OLDEST = Version(".".join(SUPPORTED[0].split(".")[:2]))
 
@@ -40,8 +46,10 @@ class Patch:
         goes: when the patch can be removed.
         symbols: what it relies on upstream, ``target`` included.
         open_in: whether a source tree has the gap.
-        install: makes the change and returns what takes it back.
-        verify: True if the change is in place, read back from vLLM.
+        install: makes the change and returns what takes it back; may raise
+            :class:`NotNeededError`.
+        verify: True if the change is in place, read back from vLLM; may raise
+            :class:`NotNeededError`.
         needs: ids of patches without which this one would only move the failure to later.
         convenience: True if Kimi with EAGLE-3 runs as well without it; standing down is then
             not worth a warning.

@@ -7,9 +7,12 @@ decided when vLLM resolves the name, so that another model's server has vLLM's c
 
 from __future__ import annotations
 
+from typing import Any
+
+from vllm_kimi_eagle3.checkpoint.errors import plain
 from vllm_kimi_eagle3.contract import Sources, Symbol
 
-from .base import Patch, Undo
+from .base import NotNeededError, Patch, Undo
 
 _REGISTRY = "vllm.v1.attention.backends.registry"
 _TARGET = f"{_REGISTRY}:AttentionBackendEnum"
@@ -29,9 +32,7 @@ def _install() -> Undo:
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
     backend = AttentionBackendEnum[NAME]
-    if backend.is_overridden():
-        # Another plugin's, or ours from before.
-        return lambda: None
+    _leave_anothers(backend)
     register_backend(backend, PATH)
 
     def undo() -> None:
@@ -44,8 +45,16 @@ def _install() -> Undo:
 def _verify() -> bool:
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
-    # Another plugin's own is as the user wants it.
-    return bool(AttentionBackendEnum[NAME].is_overridden())
+    backend = AttentionBackendEnum[NAME]
+    _leave_anothers(backend)
+    return bool(backend.get_path() == PATH)
+
+
+def _leave_anothers(backend: Any) -> None:
+    # Plugins are loaded in no fixed order: another's may come before ours or after.
+    if backend.is_overridden() and (path := backend.get_path()) != PATH:
+        # As the user wants it, by having installed that plugin.
+        raise NotNeededError(f"another plugin has overridden {NAME}: {plain(str(path))}")
 
 
 PATCH = Patch(
@@ -59,7 +68,8 @@ PATCH = Patch(
     before=None,
     does="overrides the back-end by its name with a subclass whose kernel reads the cache once for "
     "all tokens of a decode or verify step, inside full CUDA graphs; any other model gets vLLM's "
-    'class, and --additional-config \'{"kimi_eagle3": {"attention": false}}\' a Kimi, too.',
+    'class, and --additional-config \'{"kimi_eagle3": {"attention": false}}\' a Kimi, too; '
+    "another plugin's override of the name stays.",
     upstream=(
         "https://github.com/vllm-project/vllm/issues/53748",
         "https://github.com/vllm-project/vllm/pull/40750",
