@@ -8,6 +8,7 @@ the patches decide from it travels to the workers on the drafter's Transformers 
 
 from __future__ import annotations
 
+import difflib
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -31,8 +32,13 @@ _FROM_THE_FOLDER = frozenset({"auto", "hf", "safetensors", "fastsafetensors"})
 AUX_LAYERS_SETTING = "aux_hidden_state_layers"
 ATTENTION_SETTING = "attention"
 """False: TRITON_MLA is vLLM's own."""
-_SETTINGS = frozenset({AUX_LAYERS_SETTING, ATTENTION_SETTING})
-_EXAMPLE_LAYERS = [2, 30, 58]
+# Each setting, and what stands for its value in a message: nothing that, copied, would change what
+# a server does.
+_SETTINGS = {AUX_LAYERS_SETTING: "[...]", ATTENTION_SETTING: "true"}
+_LEAVE_OUT = (
+    f'leave it out: the settings are "{AUX_LAYERS_SETTING}", a list of layers, and '
+    f'"{ATTENTION_SETTING}", true or false'
+)
 
 
 @dataclass
@@ -217,17 +223,20 @@ def settings_of(additional_config: Any) -> Mapping[str, Any]:
     if given is None:
         return {}
     if not isinstance(given, Mapping):
-        raise _no_setting(f"is {quoted(given)}, and must be an object", KEY, given)
+        fix = _write({AUX_LAYERS_SETTING: given}) if _is_layers(given) else _LEAVE_OUT
+        raise _no_setting(f"is {quoted(given)}, and must be an object", KEY, given, fix)
     for name, value in given.items():
         if name not in _SETTINGS:
-            raise _no_setting(f"has no setting {quoted(name)}", f"{KEY}.{name}", value)
+            near = difflib.get_close_matches(str(name).lower()[:80], _SETTINGS, n=1)
+            fix = _write({near[0]: value, **given}) if near else _LEAVE_OUT
+            raise _no_setting(f"has no setting {quoted(name)}", f"{KEY}.{name}", value, fix)
     attention = given.get(ATTENTION_SETTING, True)
     if not isinstance(attention, bool):
         raise _no_setting(
             f"has {ATTENTION_SETTING} {quoted(attention)}, and must have true or false",
             f"{KEY}.{ATTENTION_SETTING}",
             attention,
-            {ATTENTION_SETTING: False},
+            _write({**given, ATTENTION_SETTING: False}),
         )
     return given
 
@@ -244,15 +253,28 @@ def settings_or_refuse(additional_config: Any) -> Mapping[str, Any]:
         raise ValueError(error.finding.text) from None
 
 
-def _no_setting(
-    fact: str, key: str, value: Any, right: Mapping[str, Any] | None = None
-) -> CheckpointError:
-    listed = isinstance(value, list) and 0 < len(value) < 9 and {type(i) for i in value} == {int}
-    right = right or {AUX_LAYERS_SETTING: value if listed else _EXAMPLE_LAYERS}
+def _is_layers(value: Any) -> bool:
+    return isinstance(value, list) and 0 < len(value) < 9 and {type(i) for i in value} == {int}
+
+
+def _write(right: Mapping[str, Any]) -> str:
+    """The fix that writes the settings of ``right``, and of their values those that can be."""
+
+    def text(name: str, value: Any) -> str:
+        fits = _is_layers(value) if name == AUX_LAYERS_SETTING else isinstance(value, bool)
+        return json.dumps(value) if fits else _SETTINGS[name]
+
+    written = ", ".join(
+        f'"{name}": {text(name, right[name])}' for name in _SETTINGS if name in right
+    )
+    return f'write "{KEY}": {{{written}}} there, or leave it out'
+
+
+def _no_setting(fact: str, key: str, value: Any, fix: str) -> CheckpointError:
     return CheckpointError(
         "drafter-setting",
         f'--additional-config, "{KEY}" {fact}',
-        f'write "{KEY}": {json.dumps(right)} there, or leave it out',
+        fix,
         key=f"{key} in --additional-config",
         value=value,
     )

@@ -95,13 +95,56 @@ def test_what_is_said_of_a_patch_that_is_not_in_effect(patch: Any) -> None:
     assert not_in_place(patch, "off", fix="do it").fix == "do it"
 
 
-def test_the_whole_right_setting() -> None:
-    for given, layers in (({"aux_layers": [1, 2, 3]}, "[1, 2, 3]"), ({"x": "y"}, "[2, 30, 58]")):
-        with pytest.raises(CheckpointError) as refusal:
-            settings_of({KEY: given})
-        finding = refusal.value.finding
-        assert f'"kimi_eagle3": {{"aux_hidden_state_layers": {layers}}}' in finding.fix
-        assert str(finding.evidence.key).endswith(" in --additional-config")
+def refused(given: Any) -> Finding:
+    with pytest.raises(CheckpointError) as refusal:
+        settings_of({KEY: given})
+    finding = refusal.value.finding
+    assert finding.kind.id == "drafter-setting"
+    assert str(finding.evidence.key).endswith(" in --additional-config")
+    return finding
+
+
+@pytest.mark.parametrize(
+    ("given", "right"),
+    [
+        ({"aux_layers": [1, 2, 3]}, '{"aux_hidden_state_layers": [1, 2, 3]}'),
+        ([1, 2, 3], '{"aux_hidden_state_layers": [1, 2, 3]}'),
+        ({"Attention": False}, '{"attention": false}'),
+        ({"atention": False}, '{"attention": false}'),
+        ({"ATTENTION": True}, '{"attention": true}'),
+        # A value that cannot be the setting's is not written on.
+        ({"atention": 0}, '{"attention": true}'),
+        ({"atention": [1, 2, 3]}, '{"attention": true}'),
+        ({"aux_hidden_state_layer": "2"}, '{"aux_hidden_state_layers": [...]}'),
+        ({"aux_hidden_state_layer": []}, '{"aux_hidden_state_layers": [...]}'),
+        ({"aux_hidden_state_layer": [True, 2]}, '{"aux_hidden_state_layers": [...]}'),
+        ({"aux_hidden_state_layer": [[1]] * 99}, '{"aux_hidden_state_layers": [...]}'),
+        # What is right beside it stays.
+        (
+            {"atention": False, "aux_hidden_state_layers": [1, 2, 3]},
+            '{"aux_hidden_state_layers": [1, 2, 3], "attention": false}',
+        ),
+        ({"Attention": True, "attention": False}, '{"attention": false}'),
+        (
+            {"attention": 0, "aux_hidden_state_layers": [1, 2, 3]},
+            '{"aux_hidden_state_layers": [1, 2, 3], "attention": false}',
+        ),
+    ],
+)
+def test_the_whole_right_setting(given: Any, right: str) -> None:
+    assert refused(given).fix == f'write "kimi_eagle3": {right} there, or leave it out'
+
+
+@pytest.mark.parametrize(
+    "given",
+    [False, True, 0, "x", [], ["attention"], {"x": "y"}, {"x": [1, 2, 3]}, {"x" * 9999: 1}, {7: 1}],
+    ids=lambda given: str(given)[:20],
+)
+def test_where_no_setting_is_near_none_is_written(given: Any) -> None:
+    assert refused(given).fix == (
+        'leave it out: the settings are "aux_hidden_state_layers", a list of layers, and '
+        '"attention", true or false'
+    )
 
 
 def test_tensors_that_do_not_fit_are_said_to_be_the_checkpoints() -> None:
