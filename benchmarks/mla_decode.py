@@ -68,6 +68,8 @@ MOST_LAUNCHES = 1024
 MEASURED_MS = 15.0  # Per cell and side.
 ROUNDS = (5, 25)
 ALLOWED_ERROR = 2e-2
+# Sequences of the server: more than 16 share a kernel that is compiled for so many.
+MAX_BATCH = 256
 CAPABILITIES = {architectures.arch(c).name: c for c in architectures.CAPABILITIES}
 
 
@@ -204,7 +206,10 @@ def make_calls(
         q = tensors[0]
         out = torch.empty(*q.shape[:2], R, dtype=q.dtype, device=q.device)
         lse = torch.empty(q.shape[:2], device=q.device)
-        more = {"workspace": workspace, "out": out, "lse": lse, "config": side.config(cell)}
+        more = {
+            "workspace": workspace, "out": out, "lse": lse, "config": side.config(cell),
+            "max_batch": MAX_BATCH,
+        }  # fmt: skip
         calls.append(lambda tensors=tensors, kw={**keywords, **more}: mla_decode(*tensors, **kw))
     return calls
 
@@ -434,7 +439,10 @@ def compile_share(
                     stock, *tensors, **keywords, longest=cell.ctx, workspace=workspace, sms=sms
                 )()
             else:
-                mla_decode(*tensors, **keywords, workspace=workspace, config=side.config(cell))
+                config = side.config(cell)
+                mla_decode(
+                    *tensors, **keywords, workspace=workspace, config=config, max_batch=MAX_BATCH
+                )
             torch.cuda.synchronize()
         except Exception as error:
             print(f"not compiled: {side.name}, {cell}: {error}"[:300], flush=True)
