@@ -426,6 +426,12 @@ FLASH_ATTN_MLA 2.6 and 6.1 ms. On eight RTX PRO 6000 an owner measured 75, 32 an
 second at 2k, 10k and 30k of context, and 117, 113 and 108 after moving it into the decode path. A \
 drafter that is right four times in four cannot win that back.
 
+And tokens change: on an H200 with vLLM 0.26.0 and its own TRITON_MLA, 124 of 2660 greedy tokens \
+were not those of a float32 reference with three drafts and 24 without; with the plugin's 21 and \
+23 (`benchmarks/results/lossless.jsonl`). With async scheduling the lengths of such a prefill \
+count all drafts of the step before as accepted, which would explain it; `--no-async-scheduling` \
+is worth a try and was not tried.
+
 The plugin's TRITON_MLA (patch `mla-attention`) keeps verify steps of up to nine tokens in the \
 decode path in every release, but for decode context parallelism. {_WHERE_STOCK_SERVES}
 
