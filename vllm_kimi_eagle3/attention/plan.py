@@ -20,8 +20,8 @@ from vllm_kimi_eagle3.pair import ATTENTION_SETTING, settings_or_refuse
 
 KV_LORA_RANK = 512
 ROPE_DIM = 64
-# The kernel's MAX_QUERY_LEN, which cannot be imported where there is no Triton.
-_MOST = 9
+# The kernel's own, which cannot be imported where there is no Triton.
+MAX_QUERY_LEN = 9
 
 # Bytes for the partial results of a call. A step of more requests than they hold is several
 # calls, each with enough to do for a whole GPU.
@@ -97,7 +97,7 @@ def plan_of(vllm_config: Any) -> Plan:
         query_len = 1
     elif getattr(speculative, "parallel_drafting", False):
         # Such a drafter's own pass has a slot more for each draft.
-        query_len = max(query_len, min(1 + 2 * drafts, _MOST))
+        query_len = max(query_len, min(1 + 2 * drafts, MAX_QUERY_LEN))
     heads = _target_config(vllm_config).get_num_attention_heads(parallel) * dcp
     return Plan(
         stock=_why_stock(vllm_config, heads, query_len),

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from vllm_kimi_eagle3.attention.plan import KV_LORA_RANK, ROPE_DIM
+from vllm_kimi_eagle3.attention.plan import KV_LORA_RANK, MAX_QUERY_LEN, ROPE_DIM
 from vllm_kimi_eagle3.checkpoint.errors import CheckpointError
 from vllm_kimi_eagle3.pair import ATTENTION_SETTING, KEY, settings_of
 
@@ -23,7 +23,6 @@ BACKEND = "TRITON_MLA"
 
 # The kernel's own limits (``unsupported`` of kernels/mla_decode.py, and the launch tables, which
 # have none for fp8 before this capability).
-MAX_QUERY_LEN = 9
 _MAX_HEADS, _PAGE = 128, 16
 _CACHES = ("auto", "bfloat16", "float16", "fp8", "fp8_e4m3")
 _FP8_SINCE = (8, 9)
