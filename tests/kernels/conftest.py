@@ -5,9 +5,12 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import pkgutil
 
 import pytest
 import torch
+
+from vllm_kimi_eagle3 import kernels
 
 from .interpreter import exact_numbers, interpreted, patch_once
 
@@ -16,7 +19,8 @@ if importlib.util.find_spec("triton") is None:
 with interpreted():
     # Triton imports this at the first launch, and it too looks at the variable.
     importlib.import_module("triton.experimental.gluon")
-    importlib.import_module("vllm_kimi_eagle3.kernels.mla_decode")
+    for module in pkgutil.iter_modules(kernels.__path__, f"{kernels.__name__}."):
+        importlib.import_module(module.name)
 exact_numbers()
 patch_once()
 # One worker a core (pytest-xdist); the matrices are small.

@@ -2,8 +2,10 @@
 """Compiles the kernel's launches for GPUs that are not there, and says what they take.
 
     python -m tests.kernels.offline [--json] [--arch sm_120 ...] [--config block_n=32,num_warps=8]
+        [--kernels verify|drafter]
 
-Without arguments, every configuration of every architecture's launch table. The launcher runs as it
+Without arguments, every configuration of every architecture's launch table: first `mla_decode`'s,
+then those of the drafter's kernels. The launcher runs as it
 does on a GPU, over tensors of the CPU: only Triton's driver is replaced, by one that names the
 wanted GPU, and a launch ends after the compilation. So what is compiled is what a launch there
 would compile, alignments and all. Registers, shared memory and spills are read from the binary with
@@ -15,13 +17,14 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import importlib
 import json
 import re
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +35,7 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from vllm_kimi_eagle3.kernels import arch as architectures
+from vllm_kimi_eagle3.kernels import draft_state, mha_decode
 from vllm_kimi_eagle3.kernels import mla_decode as kernels
 
 from .cases import SCALE, P, R
@@ -227,6 +231,166 @@ def launches_of(
             continue  # An fp8 cache where there are no fp8 instructions.
 
 
+@dataclasses.dataclass(frozen=True)
+class DrafterLaunch:
+    """A launch of one of the drafter's kernels.
+
+    Attributes:
+        name: what is launched.
+        call: launches it over tensors of the CPU.
+        config: of the launch table, where there is one.
+        programs_per_sm: how many a multiprocessor shall hold.
+    """
+
+    name: str
+    call: Callable[[], object]
+    config: str = ""
+    programs_per_sm: int = 1
+
+
+# (kind of cache, query heads, key heads, query tokens, page, batch): a rank of 8 and a whole
+# drafter, draft steps and first passes, tiles within a page and over several.
+MHA_LAUNCHES = [
+    (kv, *shape)
+    for kv in ("bf16", "fp8")
+    for shape in (
+        (8, 1, 1, 64, 1), (8, 1, 1, 16, 16), (8, 1, 4, 64, 16), (8, 1, 4, 16, 256),
+        (64, 8, 1, 64, 16), (64, 8, 4, 16, 32), (64, 8, 8, 64, 256), (64, 8, 9, 16, 16),
+    )
+] + [("fp16", 8, 1, 4, 64, 16)]  # fmt: skip
+
+
+def mha_launches(arch: architectures.Arch) -> Iterator[DrafterLaunch]:
+    """`mha_decode` with each configuration of the table."""
+    for kv, heads, kv_heads, query_len, page, batch in MHA_LAUNCHES:
+        kv_dtype = KV_DTYPES[kv]
+        try:
+            config = architectures.mha_decode_config(
+                arch, rows=heads // kv_heads * query_len, itemsize=kv_dtype.itemsize
+            )
+        except ValueError:
+            continue  # An fp8 cache where there are no fp8 instructions.
+        shape = {"heads": heads, "kv_heads": kv_heads, "head_dim": 128, "query_len": query_len}
+        numel = mha_decode.workspace_numel(max_batch=batch, arch=arch, **shape)
+        cache = torch.empty(2, 2, page, kv_heads, 128, dtype=kv_dtype)
+        tensors = (
+            torch.empty(
+                batch * query_len, heads, 128, dtype=torch.bfloat16 if kv == "fp8" else kv_dtype
+            ),
+            cache[:, 0],
+            cache[:, 1],
+            torch.zeros(batch, 4096, dtype=torch.int32),
+            torch.zeros(batch, dtype=torch.int32),
+        )
+
+        def call(tensors: Any = tensors, query_len: int = query_len, numel: int = numel) -> object:
+            before, mha_decode.arch_of = mha_decode.arch_of, lambda device: arch
+            try:
+                scale = torch.ones(())
+                return mha_decode.mha_decode(
+                    *tensors, scale=SCALE, query_len=query_len, workspace=torch.empty(numel),
+                    k_scale=scale, v_scale=scale,
+                )  # fmt: skip
+            finally:
+                mha_decode.arch_of = before
+
+        yield DrafterLaunch(
+            f"mha_decode, {kv} {heads}/{kv_heads} heads, {query_len} tokens, page {page}, "
+            f"batch {batch}",
+            call,
+            str(config),
+            config.programs_per_sm,
+        )
+
+
+def state_launches() -> Iterator[DrafterLaunch]:
+    """What keeps the state of a proposal."""
+    buffers = draft_state.DraftBuffers.of(
+        max_batch=4, query_len=4, steps=3, pages=512, device=torch.device("cpu"), width=21504,
+        hidden_size=7168,
+    )  # fmt: skip
+    ints, longs = torch.zeros(4, dtype=torch.int32), torch.zeros(16, dtype=torch.int64)
+    table, hidden = buffers.block_table.clone(), torch.empty(16, 21504, dtype=torch.bfloat16)
+    staged = {
+        "target_token_ids": longs.int(), "target_positions": longs, "next_token_ids": ints,
+        "seq_lens": ints, "slot_mapping": longs, "block_table": table, "page_size": 64,
+    }  # fmt: skip
+    rejected = {"token_indices_to_sample": ints, "num_rejected": ints}
+    yield DrafterLaunch("stage_inputs", lambda: draft_state.stage_inputs(buffers, 4, **staged))
+    yield DrafterLaunch(
+        "stage_inputs, all",
+        lambda: draft_state.stage_inputs(buffers, 4, hidden=hidden, **staged, **rejected),
+    )
+    yield DrafterLaunch(
+        "stage_tail",
+        lambda: draft_state.stage_tail(
+            buffers, 4, draft_token_ids=longs[:4], positions=longs, seq_lens=ints,
+            block_table=table, hidden=hidden[:, :7168], page_size=64, max_model_len=32768,
+            **rejected,
+        ),
+    )  # fmt: skip
+    rows = (torch.empty(4, 7168), torch.empty(4, 7168))
+    for count in (1, 2):
+        yield DrafterLaunch(
+            f"take_rows, {count}",
+            lambda n=count: draft_state.take_rows(
+                rows[:n], buffers.sample_indices, tuple(torch.empty_like(row) for row in rows[:n])
+            ),
+        )
+    for chosen in (longs[:4], longs.view(4, 4)[:1], longs.view(4, 4)):
+        for step in (0, 1):
+            yield DrafterLaunch(
+                f"next_step, {tuple(chosen.shape)}, {step}",
+                lambda chosen=chosen, step=step: draft_state.next_step(
+                    chosen, longs[:4], ints, table, longs[4:8], ints, buffers.drafts, step,
+                    page_size=64, max_model_len=32768,
+                ),
+            )  # fmt: skip
+
+
+def drafter_launches(arch: architectures.Arch) -> Iterator[DrafterLaunch]:
+    """The launches of the drafter's kernels that this architecture can run."""
+    yield from mha_launches(arch)
+    yield from state_launches()
+    # Each kind of kernel says beside its tests what is to be compiled.
+    for name in ("test_skinny_gemm", "test_head_argmax", "test_head_products"):
+        module = importlib.import_module(f"tests.kernels.{name}")
+        for what, call in module.offline_launches(arch):
+            yield DrafterLaunch(what, call)
+    elementwise = importlib.import_module("tests.kernels.draft_launches")
+    for what, call in elementwise.offline_launches(arch.capability):
+        yield DrafterLaunch(what, call)
+
+
+def compiled_rows(
+    arch: architectures.Arch, which: tuple[str, ...], changes: dict[str, Any]
+) -> Iterator[tuple[dict[str, Any], Resources]]:
+    """What a launch is and what each of its kernels takes."""
+    if "verify" in which:
+        for launch, config in launches_of(arch):
+            config = dataclasses.replace(config, **changes)
+            about = {
+                "arch": arch.name,
+                "launch": str(launch),
+                "config": str(config),
+                "programs_per_sm": config.programs_per_sm,
+            }
+            for used in compile_launch(arch, launch, config):
+                yield about, used
+    if "drafter" in which:
+        for drafter in drafter_launches(arch):
+            about = {
+                "arch": arch.name,
+                "launch": drafter.name,
+                "config": drafter.config,
+                "programs_per_sm": drafter.programs_per_sm,
+            }
+            with compiling_for(arch.capability[0] * 10 + arch.capability[1]) as compiled:
+                drafter.call()
+            for used in compiled:
+                yield about, used
+
+
 def parse_changes(text: str) -> dict[str, Any]:
     """`block_n=32,num_warps=8`; values are JSON."""
     pairs = (word.partition("=") for word in text.split(",") if word)
@@ -237,7 +401,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--arch", nargs="+", help="sm_120 ...; default: all of the table")
-    parser.add_argument("--config", default="", help="what to change in each configuration")
+    parser.add_argument("--config", default="", help="what to change in mla_decode's")
+    parser.add_argument(
+        "--kernels", nargs="+", choices=("verify", "drafter"), default=("verify", "drafter")
+    )
     parser.add_argument("--json", action="store_true", help="one object a line")
     options = parser.parse_args()
     if type(kernels._attend) is not JITFunction:
@@ -246,25 +413,16 @@ def main() -> None:
         arch = architectures.arch(capability)
         if options.arch and arch.name not in options.arch:
             continue
-        for launch, config in launches_of(arch):
-            config = dataclasses.replace(config, **parse_changes(options.config))
-            for used in compile_launch(arch, launch, config):
-                row = {
-                    "arch": arch.name,
-                    "launch": str(launch),
-                    "config": str(config),
-                    "programs_per_sm": config.programs_per_sm,
-                    **dataclasses.asdict(used),
-                }
-                if options.json:
-                    print(json.dumps(row), flush=True)
-                else:
-                    print(
-                        f"{arch.name} {launch}: {used.kernel} {used.shared} B shared, "
-                        f"{used.registers} registers, {used.spilled} B spilled "
-                        f"({used.spills_in_loop} times in the loop), {used.seconds} s",
-                        flush=True,
-                    )
+        for about, used in compiled_rows(arch, options.kernels, parse_changes(options.config)):
+            if options.json:
+                print(json.dumps({**about, **dataclasses.asdict(used)}), flush=True)
+            else:
+                print(
+                    f"{arch.name} {about['launch']}: {used.kernel} {used.shared} B shared, "
+                    f"{used.registers} registers, {used.spilled} B spilled "
+                    f"({used.spills_in_loop} times in the loop), {used.seconds} s",
+                    flush=True,
+                )
 
 
 if __name__ == "__main__":

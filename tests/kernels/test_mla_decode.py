@@ -169,6 +169,20 @@ def test_queries_beyond_float16() -> None:
     torch.testing.assert_close(lse.double(), exact_lse, rtol=1e-5, atol=0)
 
 
+@pytest.mark.parametrize("query_len", [1, 4])
+def test_float32_where_triton_interprets(query_len: int) -> None:
+    """For tests of a drafter in float32 on the CPU: products are of float32 too."""
+    generator = torch.Generator().manual_seed(9)
+    lengths = [70, 0, 20]
+    case = make_case(
+        generator, lengths, heads=8, query_len=query_len, q_dtype=torch.float32, page=16
+    )
+    out, lse = run(case)
+    exact, exact_lse = mla_decode_reference(*case.tensors, **case.keywords)
+    torch.testing.assert_close(out.double(), exact, rtol=0, atol=1e-5)
+    torch.testing.assert_close(lse.double(), exact_lse, rtol=0, atol=1e-5)
+
+
 def test_only_padding() -> None:
     assert_right(make_case(torch.Generator().manual_seed(0), [0, 0], heads=8, query_len=2))
 

@@ -10,7 +10,7 @@ nor a GPU.
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -30,6 +30,27 @@ class MlaDecodeConfig:
         num_stages: Triton's pipeline depth; ``num_stages - 1`` tiles are in flight.
         programs_per_sm: programs that a multiprocessor holds at once; the grid is that many.
         min_tiles: the fewest tiles of a program; fewer, and combining costs more than it wins.
+    """
+
+    block_m: int
+    block_n: int
+    num_warps: int
+    num_stages: int
+    programs_per_sm: int
+    min_tiles: int
+
+
+@dataclass(frozen=True)
+class MhaDecodeConfig:
+    """How ``mha_decode`` is launched; as of :class:`MlaDecodeConfig`.
+
+    Attributes:
+        block_m: rows (query tokens times the query heads of a key head) of a program.
+        block_n: cache rows in a tile.
+        num_warps: warps of a program.
+        num_stages: Triton's pipeline depth; ``num_stages - 1`` tiles are in flight.
+        programs_per_sm: programs that a multiprocessor holds at once; the grid is that many.
+        min_tiles: the fewest tiles of a program; fewer, and adding up costs more than it wins.
     """
 
     block_m: int
@@ -209,3 +230,60 @@ def workspace_numel(
     # More rows than a block are more programs side by side, each with a smaller share of them.
     in_programs = max(rows, arch.max_programs * min(rows, arch.max_block_m))
     return (in_programs + max_batch * rows) * (kv_lora_rank + 1)
+
+
+# A tile of 64 tokens is 32 KiB of bf16 keys and values of 128 columns, two of them in flight 64;
+# one of 32 tokens half of it. Two programs a multiprocessor, so that one loads while the other
+# looks up its pages or adds up. 128 tokens are the least that a program takes: all of them are in
+# flight at once, so fewer would not be done sooner. 64 rows, of first passes only, are one program
+# of twice the warps: their sum would take half of 128 threads' registers.
+_MHA_SMALL = (
+    MhaDecodeConfig(16, 32, 4, 3, 2, 4),
+    MhaDecodeConfig(32, 32, 4, 3, 2, 4),
+    MhaDecodeConfig(64, 32, 8, 3, 1, 4),
+)
+_MHA_LARGE = (
+    MhaDecodeConfig(16, 64, 4, 3, 2, 2),
+    MhaDecodeConfig(32, 64, 4, 3, 2, 2),
+    MhaDecodeConfig(64, 64, 8, 3, 1, 2),
+)
+# The next fp8 tile waits in registers, 32 of a thread's for 64 tokens; beside 32 rows half of it.
+_MHA_FP8 = (
+    MhaDecodeConfig(16, 64, 4, 1, 2, 2),
+    MhaDecodeConfig(32, 32, 4, 1, 2, 4),
+    MhaDecodeConfig(64, 32, 8, 1, 1, 4),
+)
+
+_MHA_DECODE: dict[tuple[int, int], tuple[tuple[MhaDecodeConfig, ...], ...]] = {
+    # capability: (bf16 and fp16, fp8), each by rows. 8.0 and 8.6 have no fp8 instructions.
+    (8, 0): (_MHA_LARGE, ()),
+    (8, 6): (_MHA_SMALL, ()),
+    (8, 9): (_MHA_SMALL, _MHA_FP8),
+    (9, 0): (_MHA_LARGE, _MHA_FP8),
+    (10, 0): (_MHA_LARGE, _MHA_FP8),
+    (12, 0): (_MHA_SMALL, _MHA_FP8),
+    (12, 1): (_MHA_SMALL, _MHA_FP8),
+}
+
+
+def mha_decode_configs(capability: tuple[int, int]) -> tuple[MhaDecodeConfig, ...]:
+    """Every configuration that the table has for a capability."""
+    wide, fp8 = _MHA_DECODE[max(c for c in CAPABILITIES if c <= capability)]
+    return wide + fp8
+
+
+def mha_decode_config(arch: Arch, *, rows: int, itemsize: int) -> MhaDecodeConfig:
+    """The configuration for ``rows`` of a key head and a cache of ``itemsize`` bytes a number.
+
+    Raises:
+        ValueError: an fp8 cache on a GPU without fp8 instructions.
+    """
+    wide, fp8 = _MHA_DECODE[max(c for c in CAPABILITIES if c <= arch.capability)]
+    table = fp8 if itemsize == 1 else wide
+    if not table:
+        raise ValueError(f"{arch.name} has no fp8 instructions; use a bfloat16 KV cache")
+    config = next((c for c in table if c.block_m >= rows), table[-1])
+    if itemsize == 4:
+        # For tests: float32 in the tiles' memory of bfloat16.
+        config = replace(config, block_n=config.block_n // 2, min_tiles=config.min_tiles * 2)
+    return config

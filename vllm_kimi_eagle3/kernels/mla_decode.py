@@ -63,9 +63,11 @@ def unsupported(
         return f"kv_lora_rank is {kv_lora_rank}; it takes a power of two from 64 to 512"
     if rope_dim < 16 or rope_dim > 128 or rope_dim & (rope_dim - 1):
         return f"the rotary part is {rope_dim} wide; it takes a power of two from 16 to 128"
-    if q_dtype not in (torch.bfloat16, torch.float16):
+    if _INTERPRETED and q_dtype == kv_dtype == torch.float32:
+        pass  # On the CPU, for tests of a drafter or a target in float32.
+    elif q_dtype not in (torch.bfloat16, torch.float16):
         return f"queries are {q_dtype}; it takes torch.bfloat16 and torch.float16"
-    if kv_dtype not in _KV_DTYPES:
+    elif kv_dtype not in _KV_DTYPES:
         return f"the cache is {kv_dtype}; it takes {', '.join(map(str, _KV_DTYPES))}"
     if page_size < 16 or page_size % 16:
         return f"the page size is {page_size}; it takes multiples of 16"
@@ -97,7 +99,8 @@ def mla_decode(
     Args:
         q: [batch * query_len, heads, R + P], bfloat16 or float16, last stride 1, or the pair of
             its first R and its last P columns. The tokens of a request follow each other. With
-            an fp8 cache products are of float16, and a query beyond 65504 counts as that.
+            an fp8 cache products are of float16, and a query beyond 65504 counts as that. Where
+            Triton interprets, float32 too, with a cache of float32.
         kv_cache: [blocks, page, R + P], bfloat16, float16 or float8_e4m3fn, last stride 1.
         block_table: [batch, pages] int32, last stride 1; entries past a request's length are
             not read.
