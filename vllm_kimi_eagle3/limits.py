@@ -51,6 +51,7 @@ class Run:
         attention_backend: what is forced for the whole server, by the user or by vLLM.
         draft_attention_backend: the one in ``--speculative-config``.
         draft_tensor_parallel_size: as the user wrote it; None if not given.
+        replicated: the plugin makes a ``draft_tensor_parallel_size`` of 1 true.
         num_speculative_tokens: None if not known.
         drafter_kv_heads: the drafter's KV heads over all ranks; None if not known.
         aux_layers: the target's layers whose hidden states the drafter reads; None if not known.
@@ -63,9 +64,11 @@ class Run:
     tensor_parallel_size: int = 1
     pipeline_parallel_size: int = 1
     decode_context_parallel_size: int = 1
+    prefill_context_parallel_size: int = 1
     attention_backend: str | None = None
     draft_attention_backend: str | None = None
     draft_tensor_parallel_size: int | None = None
+    replicated: bool = False
     num_speculative_tokens: int | None = None
     drafter_kv_heads: int | None = None
     aux_layers: tuple[int, ...] | None = None
@@ -279,27 +282,58 @@ def is_mla(backend: str) -> bool | None:
 def _draft_tensor_parallel(run: Run) -> Iterator[Finding]:
     # draft_parallel_config is read by the methods draft_model and dspark only; an EAGLE drafter is
     # built in the target's tensor-parallel group. SpeculativeConfig._verify_and_get_draft_tp
-    # refuses values other than 1 and the target's size.
+    # refuses values other than 1 and the target's size. The plugin makes 1 true
+    # (patches/replicated_drafter.py), but not with context parallelism.
     size, ranks = run.draft_tensor_parallel_size, run.tensor_parallel_size
-    if size is None or size == ranks:
+    if size is None or size == ranks or (size == 1 and run.replicated):
         return
     asked = f'"draft_tensor_parallel_size": {size} in --speculative-config'
     refused = size != 1
+    if refused:
+        fact = (
+            f"{asked} is refused: vLLM takes 1 or --tensor-parallel-size ({ranks}) there, and the "
+            f"drafter runs over all {ranks} ranks without it"
+        )
+    else:
+        over = f"the drafter runs over all {ranks} ranks of --tensor-parallel-size"
+        flag = context_parallel_flag(
+            run.decode_context_parallel_size, run.prefill_context_parallel_size
+        )
+        why = (
+            "in vLLM, and the plugin's patch replicated-drafter, which makes it true, is not in "
+            "effect"
+            if flag is None
+            else f"beside {flag}"
+        )
+        fact = f"{asked} has no effect {why}: {over}"
     yield Finding(
         "run-draft-tensor-parallel",
-        f"{asked} is refused: vLLM takes 1 or --tensor-parallel-size ({ranks}) there, and neither "
-        "has an effect with EAGLE-3"
-        if refused
-        else f"{asked} has no effect with EAGLE-3 in any vLLM: the drafter runs over all {ranks} "
-        "ranks of --tensor-parallel-size",
+        fact,
         "leave it out",
         _evidence(run, '"draft_tensor_parallel_size" in --speculative-config', size),
         rated=Severity.FAILS if refused else None,
     )
 
 
+def context_parallel_flag(decode: int, prefill: int) -> str | None:
+    """The flag of context parallelism, beside which no drafter is replicated: its attention gathers
+    query heads over ranks, each of which would have all of them. None if there is none.
+
+    Args:
+        decode: ``--decode-context-parallel-size``.
+        prefill: ``--prefill-context-parallel-size``.
+    """
+    if decode > 1:
+        return f"--decode-context-parallel-size {decode}"
+    return f"--prefill-context-parallel-size {prefill}" if prefill > 1 else None
+
+
 def run_of(
-    vllm_config: Any, version: Version | None = None, aux_layers: tuple[int, ...] | None = None
+    vllm_config: Any,
+    version: Version | None = None,
+    aux_layers: tuple[int, ...] | None = None,
+    *,
+    replicated: bool = False,
 ) -> Run:
     """The :class:`Run` that a ``VllmConfig`` with an EAGLE-3 drafter asks for.
 
@@ -307,6 +341,7 @@ def run_of(
         vllm_config: vLLM's, of any supported release; attributes that it lacks count as not set.
         version: of vLLM; read from the vLLM installed here if not given.
         aux_layers: those that the drafter is fed; the target's own default if not given.
+        replicated: it was decided that the drafter is whole on each rank.
     """
     if version is None:
         host = find_host()
@@ -328,6 +363,7 @@ def run_of(
         tensor_parallel_size=tensor_parallel,
         pipeline_parallel_size=pipeline_parallel,
         decode_context_parallel_size=_int(parallel, "decode_context_parallel_size") or 1,
+        prefill_context_parallel_size=_int(parallel, "prefill_context_parallel_size") or 1,
         attention_backend=None
         if cpu
         else _name(getattr(getattr(vllm_config, "attention_config", None), "backend", None)),
@@ -336,6 +372,7 @@ def run_of(
         else _name(getattr(speculative, "attention_backend", None)),
         # SpeculativeConfig writes the target's size where nothing was given.
         draft_tensor_parallel_size=None if draft_size == tensor_parallel else draft_size,
+        replicated=replicated,
         num_speculative_tokens=_int(speculative, "num_speculative_tokens"),
         drafter_kv_heads=_int(hf_config, "num_key_value_heads")
         or _int(hf_config, "num_attention_heads"),

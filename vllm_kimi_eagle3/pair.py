@@ -32,12 +32,20 @@ _FROM_THE_FOLDER = frozenset({"auto", "hf", "safetensors", "fastsafetensors"})
 AUX_LAYERS_SETTING = "aux_hidden_state_layers"
 ATTENTION_SETTING = "attention"
 """False: TRITON_MLA is vLLM's own."""
+DRAFTING_SETTING = "drafting"
+"""False: vLLM's own drafting loop and drafter serve; true: the plugin's wherever they can; absent:
+decided at the start, from what is faster here."""
 # Each setting, and what stands for its value in a message: nothing that, copied, would change what
 # a server does.
-_SETTINGS = {AUX_LAYERS_SETTING: "[...]", ATTENTION_SETTING: "true"}
+_SETTINGS = {
+    AUX_LAYERS_SETTING: "[...]",
+    ATTENTION_SETTING: "true",
+    DRAFTING_SETTING: "true or false",
+}
+_SWITCHES = (ATTENTION_SETTING, DRAFTING_SETTING)
 _LEAVE_OUT = (
     f'leave it out: the settings are "{AUX_LAYERS_SETTING}", a list of layers, and '
-    f'"{ATTENTION_SETTING}", true or false'
+    f'"{ATTENTION_SETTING}" and "{DRAFTING_SETTING}", true or false'
 )
 
 
@@ -230,14 +238,15 @@ def settings_of(additional_config: Any) -> Mapping[str, Any]:
             near = difflib.get_close_matches(str(name).lower()[:80], _SETTINGS, n=1)
             fix = _write({near[0]: value, **given}) if near else _LEAVE_OUT
             raise _no_setting(f"has no setting {quoted(name)}", f"{KEY}.{name}", value, fix)
-    attention = given.get(ATTENTION_SETTING, True)
-    if not isinstance(attention, bool):
-        raise _no_setting(
-            f"has {ATTENTION_SETTING} {quoted(attention)}, and must have true or false",
-            f"{KEY}.{ATTENTION_SETTING}",
-            attention,
-            _write({**given, ATTENTION_SETTING: False}),
-        )
+    for name in _SWITCHES:
+        if name in given and not isinstance(value := given[name], bool):
+            raise _no_setting(
+                f"has {name} {quoted(value)}, and must have true or false",
+                f"{KEY}.{name}",
+                value,
+                # Whether a drafting that is neither was to be on or off, nobody can tell.
+                _write({**given, name: False} if name == ATTENTION_SETTING else given),
+            )
     return given
 
 

@@ -176,6 +176,26 @@ SCENARIOS = {
     "tensor parallel": Scenario(
         "the same with --tensor-parallel-size 2",
     ),
+    "replicated drafter": Scenario(
+        "with draft_tensor_parallel_size 1 and two ranks each has the whole drafter and asks the "
+        "other for nothing; stock ignores the key",
+    ),
+    "replicated drafter: V2 runner": Scenario(
+        "the same on the V2 runner",
+        {(*BACKPORT, "0.20.2", "0.22.1", "0.26.0"): "Kimi runs on V1 there unless one asks"},
+    ),
+    "replicated drafter: MLA": Scenario(
+        "the same with the MLA drafter, and MLA on",
+        {NO_MLA: NO_CPU_MLA},
+    ),
+    "drafting loop": Scenario(
+        "the plugin's loop, forced, drafts what stock's does (V1 runner, without graphs, attention "
+        "by the kernels in Triton's interpreter)",
+        {("0.32.0",): "Kimi runs on V2 there, whose loop is upstream's"},
+    ),
+    "drafter forward": Scenario(
+        "the drafter's forward pass on the plugin's kernels is the release's own, Llama and MLA"
+    ),
     "image": Scenario("an image request gives the same tokens with speculation as without"),
     "serve": Scenario(
         "`vllm serve` over HTTP: completion, chat, streaming, image, concurrent requests, /metrics"
@@ -197,6 +217,18 @@ SCENARIOS = {
         {NATIVE: "upstream's classes serve there"},
     ),
     "status": Scenario("`vllm-kimi-eagle3 status` says what is applied"),
+    "diagnose": Scenario(
+        "`diagnose --url` calls a healthy server healthy and names what is wrong with a broken one; "
+        "each host has some of the cases",
+        {
+            (
+                "0.15.1",
+                "0.16.0",
+                "0.20.2",
+                "0.22.1",
+            ): "the same counters; a server takes a minute to start for each case",
+        },
+    ),
     "facts": Scenario(
         "what check knows of this vLLM from its source is what its own parser has, and both read "
         "command lines alike"

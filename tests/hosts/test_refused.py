@@ -202,8 +202,10 @@ def test_the_users_choice_of_layers_wins(plugin: Outcome) -> None:
     assert asked["aux_layers"] == [1, 3, 4]
 
 
-def test_what_has_no_effect_does_not_stop_the_start(plugin: Outcome) -> None:
-    assert plugin["results"]["draft_tensor_parallel_size"]["method"] == "eagle3"
+def test_a_drafter_on_one_rank_is_decided_before_the_workers_start(plugin: Outcome) -> None:
+    found = plugin["results"]["draft_tensor_parallel_size"]
+    assert found["method"] == "eagle3"
+    assert found["drafter_decisions"]["decisions"]["replicated"] is True
 
 
 def test_how_far_a_drafter_drafts(plugin: Outcome) -> None:

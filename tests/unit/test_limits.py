@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 from enum import Enum
 from types import SimpleNamespace
@@ -166,12 +167,24 @@ def test_the_fix_is_one_that_the_release_has(version: str, runner: Runner, fix: 
 
 @pytest.mark.parametrize("release", SUPPORTED)
 @pytest.mark.parametrize("runner", ["V1", "V2"])
-def test_draft_tensor_parallel_size_is_said_to_do_nothing(release: str, runner: Runner) -> None:
+@pytest.mark.parametrize("attention", ["llama", "mla"])
+def test_draft_tensor_parallel_size(release: str, runner: Runner, attention: Attention) -> None:
+    of = functools.partial(found, release, runner, attention)
     # vLLM itself refuses a size that is neither 1 nor the target's.
-    for size, refused in ((1, False), (4, True)):
-        assert found(release, runner, "llama", draft_tensor_parallel_size=size) == {
-            "run-draft-tensor-parallel": refused
-        }
+    assert of(draft_tensor_parallel_size=4) == {"run-draft-tensor-parallel": True}
+    assert of(draft_tensor_parallel_size=4, replicated=True) == {"run-draft-tensor-parallel": True}
+    # The plugin makes 1 true, if its patch is in effect.
+    assert of(draft_tensor_parallel_size=1, replicated=True) == {}
+    assert of(draft_tensor_parallel_size=1) == {"run-draft-tensor-parallel": False}
+
+
+def test_why_a_draft_tensor_parallel_size_of_1_has_no_effect() -> None:
+    (finding,) = limits(run("0.33.0", "V2", "llama", draft_tensor_parallel_size=1))
+    assert "the plugin's patch replicated-drafter, which makes it true, is not in" in finding.fact
+    for flag, name in (("decode", "decode_context"), ("prefill", "prefill_context")):
+        size = {f"{name}_parallel_size": 4}
+        (finding,) = limits(run("0.33.0", "V2", "mla", draft_tensor_parallel_size=1, **size))
+        assert f"has no effect beside --{flag}-context-parallel-size 4" in finding.fact
 
 
 def test_what_vllm_forces_itself_is_not_the_users_fault() -> None:
@@ -205,7 +218,9 @@ NAMES = st.none() | st.sampled_from(["FLASH_ATTN", "TRITON_MLA", "FLASHMLA", "",
         decode_context_parallel_size=SIZES,
         attention_backend=NAMES,
         draft_attention_backend=NAMES,
+        prefill_context_parallel_size=SIZES,
         draft_tensor_parallel_size=st.none() | SIZES,
+        replicated=st.booleans(),
         num_speculative_tokens=st.none() | SIZES,
         drafter_kv_heads=st.none() | SIZES,
         aux_layers=st.none() | st.tuples(SIZES, SIZES),
@@ -320,9 +335,18 @@ def test_a_configuration_that_lacks_everything() -> None:
 def test_the_start_goes_by_what_the_drafter_is_fed(aux: tuple[int, ...], refused: bool) -> None:
     config = vllm_config(parallel_config__pipeline_parallel_size=4, use_v2_model_runner=False)
     fed = SimpleNamespace(aux=SimpleNamespace(captured=aux))
-    pair = SimpleNamespace(drafter=fed, notes=[])
+    pair = SimpleNamespace(drafter=fed, notes=[], decisions={})
     if refused:
         with pytest.raises(ValueError, match="aux layers"):
             cannot_work._decide(config, pair)
     else:
         cannot_work._decide(config, pair)
+
+
+def test_the_start_says_where_a_draft_tensor_parallel_size_has_no_effect() -> None:
+    config = vllm_config(speculative_config__draft_tensor_parallel_size=1)
+    fed = SimpleNamespace(aux=None)
+    for decisions, said in (({}, ["run-draft-tensor-parallel"]), ({"replicated": True}, [])):
+        pair = SimpleNamespace(drafter=fed, notes=[], decisions=decisions)
+        cannot_work._decide(config, pair)
+        assert [note.rpartition("[")[2].rstrip("]") for note in pair.notes] == said

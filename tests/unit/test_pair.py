@@ -41,6 +41,8 @@ def test_a_refusal_ends_each_part_with_its_id() -> None:
         ({"kimi_eagle3": {"aux_layers": [1]}}, "has no setting 'aux_layers'"),
         ({"kimi_eagle3": {"a\nb": 1}}, "has no setting 'a\\nb'"),
         ({"kimi_eagle3": {"attention": 0}}, "has attention 0, and must have true or false"),
+        ({"kimi_eagle3": {"drafting": 1}}, "has drafting 1, and must have true or false"),
+        ({"kimi_eagle3": {"drafting": None}}, "has drafting null, and must have true or false"),
     ],
 )
 def test_settings_that_there_are_not(additional: Any, words: str) -> None:
@@ -59,6 +61,8 @@ def test_settings() -> None:
     assert settings_of({"kimi_eagle3": layers, "other": 1}) == layers
     off = {"attention": False}
     assert settings_of({"kimi_eagle3": off}) == off
+    for forced in (True, False):
+        assert settings_of({"kimi_eagle3": {"drafting": forced}}) == {"drafting": forced}
 
 
 def test_the_line_for_the_log() -> None:
@@ -117,6 +121,15 @@ def refused(given: Any) -> Finding:
         ({"atention": [1, 2, 3]}, '{"attention": true}'),
         ({"aux_hidden_state_layer": "2"}, '{"aux_hidden_state_layers": [...]}'),
         ({"aux_hidden_state_layer": []}, '{"aux_hidden_state_layers": [...]}'),
+        ({"draft": True}, '{"drafting": true}'),
+        ({"Drafting": False}, '{"drafting": false}'),
+        # Neither of the two is what a server does without it.
+        ({"draftng": 1}, '{"drafting": true or false}'),
+        ({"drafting": "true"}, '{"drafting": true or false}'),
+        (
+            {"attention": False, "drafting": "auto", "aux_hidden_state_layers": [1, 2, 3]},
+            '{"aux_hidden_state_layers": [1, 2, 3], "attention": false, "drafting": true or false}',
+        ),
         ({"aux_hidden_state_layer": [True, 2]}, '{"aux_hidden_state_layers": [...]}'),
         ({"aux_hidden_state_layer": [[1]] * 99}, '{"aux_hidden_state_layers": [...]}'),
         # What is right beside it stays.
@@ -143,7 +156,7 @@ def test_the_whole_right_setting(given: Any, right: str) -> None:
 def test_where_no_setting_is_near_none_is_written(given: Any) -> None:
     assert refused(given).fix == (
         'leave it out: the settings are "aux_hidden_state_layers", a list of layers, and '
-        '"attention", true or false'
+        '"attention" and "drafting", true or false'
     )
 
 

@@ -22,6 +22,8 @@ from . import (
     aux_layers,
     bare_language_model,
     cannot_work,
+    draft_forward,
+    draft_loop,
     draft_vocabulary,
     drafter_folder,
     drafter_length,
@@ -37,6 +39,7 @@ from . import (
     mla_attention,
     mla_drafter,
     mla_rope,
+    replicated_drafter,
     target_interface,
     tool_parser,
     v2_without_aux,
@@ -62,6 +65,7 @@ PATCHES: tuple[Patch, ...] = (
     draft_vocabulary.PATCH,
     head_sharing.PATCH,
     eagle31_drafter.PATCH,
+    replicated_drafter.PATCH,
     aux_edges.PATCH,
     drafter_length.PATCH,
     drafter_positions.PATCH,
@@ -69,6 +73,8 @@ PATCHES: tuple[Patch, ...] = (
     image_token_saved_again.PATCH,
     cannot_work.PATCH,
     mla_attention.PATCH,
+    draft_loop.PATCH,
+    draft_forward.PATCH,
     tool_parser.PATCH,
 )
 """Every patch, in the order of application: a patch comes after those it needs."""

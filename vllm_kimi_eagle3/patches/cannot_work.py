@@ -23,7 +23,13 @@ def _decide(vllm_config: Any, pair: Any) -> None:
     from vllm_kimi_eagle3.limits import limits, run_of
 
     aux = pair.drafter.aux
-    met = limits(run_of(vllm_config, aux_layers=None if aux is None else aux.captured))
+    met = limits(
+        run_of(
+            vllm_config,
+            aux_layers=None if aux is None else aux.captured,
+            replicated=bool(pair.decisions.get("replicated")),
+        )
+    )
     refused = [finding.text for finding in met if finding.severity is Severity.FAILS]
     if refused:
         raise ValueError("; ".join(refused))

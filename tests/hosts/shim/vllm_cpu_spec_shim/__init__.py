@@ -19,12 +19,16 @@ letting the GPU runner's own methods run (`worker.py`). What it stands in for:
 0.22.1 and later
     Nothing: `register()` returns at once.
 
+With `CPU_PAGED_ATTENTION=1`, on every release, attention is `paged_attention.py`; with
+`COMPARE_DRAFTS=1` the plugin's drafts are compared with stock's (`compare_drafts.py`).
+
 Below 0.22 set `TRITON_INTERPRET=1` and `CUDA_VISIBLE_DEVICES=""`: vLLM's small kernels for
 speculation then run in Triton's interpreter.
 """
 
 from __future__ import annotations
 
+import os
 import re
 
 WORKER = "vllm_cpu_spec_shim.worker.SpecCPUWorker"
@@ -41,6 +45,16 @@ def release() -> tuple[int, int]:
 
 def register() -> None:
     """Make the CPU platform choose `SpecCPUWorker`; nothing from 0.22 on."""
+    if os.environ.get("CPU_PAGED_ATTENTION") == "1":
+        from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+
+        # By name: the module imports vLLM's attention, which is not whole yet here.
+        paged = "vllm_cpu_spec_shim.paged_attention.PagedBackend"
+        register_backend(AttentionBackendEnum.CPU_ATTN, paged)
+    if os.environ.get("COMPARE_DRAFTS") == "1":
+        from vllm_cpu_spec_shim import compare_drafts
+
+        compare_drafts.register()
     if release() >= (0, 22):
         return
     from vllm.platforms.cpu import CpuPlatform
