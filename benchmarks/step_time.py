@@ -1,16 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a step of an engine takes, with k drafts and without, on this GPU and vLLM.
 
-    python benchmarks/step_time.py [--layers 8 61] [--k 0 3] [--ours on off] [--together 4]
-        [--out ROWS]
+    python benchmarks/step_time.py [--layers 8 61] [--k 0 1 3] [--ours on off]
+        [--drafting on off] [--together 4] [--out ROWS]
 
 One tensor-parallel rank's share of a Kimi-K2 at TP=8 (eight heads, dummy weights, no collectives)
 and a drafter with random weights, so that next to nothing is accepted and every step drafts and
 verifies in full. `--ours off` leaves the plugin's attention back-end out (`mla-attention` in
-VLLM_KIMI_EAGLE3_DISABLE), and nothing else. Every engine is a process of its own. With `--together`
-several start at once, which is most of the time that they take, and are then measured one by one,
-the others idle. Of `--turn`, a lock file, one that starts holds a share (`flock -s` does too), and
-one that is measured the whole.
+VLLM_KIMI_EAGLE3_DISABLE), and nothing else. `--drafting` is the setting "drafting" of the plugin:
+on (forced), off (vLLM's own loop), auto (as it is without the setting); both is on and off. Without
+drafts there is nothing of it to choose, and such an engine is measured once. In a row it is
+`plugin_drafting`.
+
+Every engine is a process of its own. With `--together` several start at once, which is most of the
+time that they take, and are then measured one by one, the others idle. Of `--turn`, a lock file,
+one that starts holds a share (`flock -s` does too), and one that is measured the whole.
 
 A row says, from CUDA events in the worker:
 
@@ -18,7 +22,12 @@ A row says, from CUDA events in the worker:
 - `target`: the target's forward, which verifies. `graph_replays` is how many CUDA graphs it
   replays: 1 if all of it is one graph, some two a layer if the graph is cut at the attention, 0 if
   it is launched piece by piece. With less than a whole graph the time has the CPU's in it.
-- `drafting`: the drafting loop, whose time the CPU bounds.
+- `drafting`: the drafting loop, whose time the CPU bounds, vLLM's own at least.
+- `start_s`: from the arguments to an engine that is ready, graphs captured.
+
+At the end it prints what k drafts cost over none, and what each further draft costs: the whole step
+with the most drafts less that with the fewest, over the number of drafts between (with 1 and 3: two
+more draft steps, and a verify step of two more tokens). That is wall time, as the step is.
 
 `--profile 30000` adds, for that context, a row with the kernels of a short generation: how often
 each ran, and for how long.
@@ -30,6 +39,7 @@ chosen per token a batch of 16 with three drafts touches all 64 and would touch 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import fcntl
 import gc
 import itertools
@@ -37,11 +47,14 @@ import json
 import os
 import random
 import re
+import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Callable
+import traceback
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from importlib import metadata
 from pathlib import Path
@@ -57,6 +70,7 @@ MEASURED, PROFILED = 41, 6  # Tokens of a generation.
 MARK = "STEP_TIME "
 LOG = re.compile(
     r"kimi.eagle3|Using \S+ (attention )?backend|cudagraph_mode=|Model loading took|KV cache size"
+    r"|Graph capturing finished|torch.compile takes|init engine"
 )
 
 
@@ -66,6 +80,9 @@ def main() -> int:
     parser.add_argument("--layers", type=int, nargs="+", default=[8])
     parser.add_argument("--k", type=int, nargs="+", default=[0, 3])
     parser.add_argument("--ours", nargs="+", default=["on", "off"], choices=["on", "off"])
+    parser.add_argument(
+        "--drafting", nargs="+", default=["auto"], choices=["on", "off", "both", "auto"]
+    )
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 4, 16])
     parser.add_argument("--ctx", type=int, nargs="+", default=[512, 8192, 30000])
     parser.add_argument(
@@ -77,6 +94,7 @@ def main() -> int:
     parser.add_argument("--profile", type=int, nargs="*", default=[], help="contexts")
     parser.add_argument("--together", type=int, default=1, help="engines that start at once")
     parser.add_argument("--seconds", type=float, default=3600.0, help="start no engine after these")
+    parser.add_argument("--limit", type=float, default=1800.0, help="seconds that one engine gets")
     parser.add_argument(
         "--turn", type=Path, help="a lock file, for several runs at a time; see above"
     )
@@ -90,69 +108,102 @@ def main() -> int:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Every engine in turn; 1 if one did not start."""
+    """Every engine, each row as soon as there is one; 1 if an engine did not give all of them."""
     from benchmarks.check_against_vllm import make_models
 
-    started, failed = time.monotonic(), False
+    started, failed = time.monotonic(), []
     seen: dict[tuple[Any, ...], dict[str, Any]] = {}
+    saying = threading.Lock()
     with tempfile.TemporaryDirectory() as scratch:
+        ones = []
         for layers in options.layers:
             folder = Path(scratch) / str(layers)
             folder.mkdir()
             make_models(folder, layers)
-            ones = [
+            ones += [
                 {
-                    "layers": layers, "k": k, "ours": ours, "drafter": options.drafter,
-                    "backend": options.backend, "kv": options.kv, "cells": cells(options),
-                    "profile": options.profile, "folder": str(folder),
+                    "layers": layers, "k": k, "ours": ours, "plugin_drafting": drafting,
+                    "drafter": options.drafter, "backend": options.backend, "kv": options.kv,
+                    "cells": cells(options), "profile": options.profile, "folder": str(folder),
                     "turn": str(options.turn or Path(scratch) / "turn"),
                 }
                 for k, ours in itertools.product(options.k, options.ours)
+                for drafting in (chosen_drafting(options.drafting) if k else ["none"])
             ]  # fmt: skip
 
-            def measured(one: dict[str, Any]) -> tuple[list[dict[str, Any]], str]:
-                if time.monotonic() - started > options.seconds:
-                    return [], "no time left for it"
-                return engine(one)
+        def measured(one: dict[str, Any]) -> None:
+            names = ("layers", "k", "ours", "plugin_drafting", "drafter", "backend", "kv")
+            about = {name: one[name] for name in names}
+            lines: list[str] = []
+            given = 0
 
-            with ThreadPoolExecutor(options.together) as pool:
-                for one, (rows_, log) in zip(ones, pool.map(measured, ones), strict=True):
-                    about = {
-                        name: one[name]
-                        for name in ("layers", "k", "ours", "drafter", "backend", "kv")
-                    }
-                    if not rows_:
-                        failed = True
-                        print(f"{about}: {log[-4000:]}", flush=True)
-                    lines = [
-                        line[-400:] for line in dict.fromkeys(log.splitlines()) if LOG.search(line)
-                    ]
-                    for row in rows_:
-                        if "target" in row:
-                            seen[layers, one["ours"], one["k"], row["batch"], row["ctx"]] = row
-                        print(json.dumps({**about, **row}), flush=True)
-                        if options.out is not None:
-                            rows.append(options.out, {**about, **row, "log": lines[:12]})
+            def each(line: str) -> None:
+                nonlocal given
+                if not line.startswith(MARK):
+                    lines.append(line)
+                    return
+                given += 1
+                row = json.loads(line.removeprefix(MARK))
+                logged = dict.fromkeys(text.strip()[-400:] for text in lines if LOG.search(text))
+                with saying:
+                    if "target" in row:
+                        at = (one["layers"], one["ours"], one["plugin_drafting"])
+                        seen[(*at, row["batch"], row["ctx"], one["k"])] = row
+                    print(json.dumps({**about, **row}), flush=True)
+                    if options.out is not None:
+                        rows.append(options.out, {**about, **row, "log": list(logged)[:16]})
+
+            if time.monotonic() - started > options.seconds:
+                lines.append("no time left for it")
+            else:
+                engine(one, each, options.limit)
+            with saying:
+                if given < len(one["cells"]):
+                    failed.append(about)
+                    print(f"{about}: {given} rows; {''.join(lines)[-4000:]}", flush=True)
+
+        with ThreadPoolExecutor(options.together) as pool:
+            list(pool.map(measured, ones))
     report(seen)
-    return int(failed)
+    return int(bool(failed))
+
+
+def chosen_drafting(words: Sequence[str]) -> list[str]:
+    """`--drafting` without `both`, each once."""
+    each = [one for word in words for one in (("on", "off") if word == "both" else (word,))]
+    return list(dict.fromkeys(each))
 
 
 def report(seen: dict[tuple[Any, ...], dict[str, Any]]) -> None:
-    """k drafts over none: whole steps, and the target's part."""
-    for (layers, ours, k, batch, ctx), row in seen.items():
-        plain = seen.get((layers, ours, 0, batch, ctx))
-        if not k or plain is None:
+    """k drafts over none: whole steps, the target's part, and what each further draft costs."""
+    for (layers, ours, drafting, batch, ctx, k), row in sorted(seen.items(), key=str):
+        where = f"{layers} layers, ours {ours}, drafting {drafting}, k {k}"
+        where += f", batch {batch}, ctx {ctx}"
+        plain = seen.get((layers, ours, "none", batch, ctx, 0))
+        step = row["step"]["median"]
+        if not k:
+            print(f"{where}: plain step {step:.2f} ms, started in {row['start_s']} s")
             continue
-        step, plain_step = (r["step"]["median"] for r in (row, plain))
-        ratios = [f"step {step:.2f} / {plain_step:.2f} ms = {step / plain_step:.2f}"]
-        verify, step = (r["target"]["gpu_ms"]["median"] for r in (row, plain))
-        ratios.append(
-            f"target {verify:.2f} / {step:.2f} ms = {verify / step:.2f} "
-            f"({row['target']['graph_replays']} graphs a verify)"
-        )
+        said = [f"step {step:.2f} ms"]
+        if plain is not None:
+            before, verify = (r["target"]["gpu_ms"]["median"] for r in (plain, row))
+            said[0] += f" / {plain['step']['median']:.2f} = {step / plain['step']['median']:.2f}"
+            said.append(
+                f"target {verify:.2f} / {before:.2f} ms = {verify / before:.2f} "
+                f"({row['target']['graph_replays']} graphs a verify)"
+            )
         if "drafting" in row:
-            ratios.append(f"drafting {row['drafting']['gpu_ms']['median']:.2f} ms")
-        print(f"{layers} layers, ours {ours}, k {k}, batch {batch}, ctx {ctx}: {'; '.join(ratios)}")
+            said.append(
+                f"drafting {row['drafting']['gpu_ms']['median']:.2f} ms "
+                f"({row['drafting']['graph_replays']} graphs)"
+            )
+        drafts = [other[-1] for other in seen if other[:5] == (layers, ours, drafting, batch, ctx)]
+        if k > (fewest := min(drafts)):
+            least = seen[layers, ours, drafting, batch, ctx, fewest]
+            more = (step - least["step"]["median"]) / (k - fewest)
+            said.append(f"{more:.3f} ms per draft beyond {fewest}")
+        said.append(f"started in {row['start_s']} s")
+        print(f"{where}: {'; '.join(said)}")
 
 
 def cells(options: argparse.Namespace) -> list[tuple[int, int]]:
@@ -161,8 +212,8 @@ def cells(options: argparse.Namespace) -> list[tuple[int, int]]:
     return [(ctx, batch) for ctx, batch in every if ctx * batch <= options.tokens]
 
 
-def engine(one: dict[str, Any]) -> tuple[list[dict[str, Any]], str]:
-    """The rows of one engine, and its log."""
+def engine(one: dict[str, Any], each: Callable[[str], None], limit: float) -> None:
+    """Runs one engine's process; `each` line that it writes, its log among them."""
     environment = {
         **os.environ,
         "HF_HUB_OFFLINE": "1",
@@ -172,12 +223,38 @@ def engine(one: dict[str, Any]) -> tuple[list[dict[str, Any]], str]:
     if one["ours"] == "off":
         others = environment.get("VLLM_KIMI_EAGLE3_DISABLE", "")
         environment["VLLM_KIMI_EAGLE3_DISABLE"] = ",".join(filter(None, [others, PATCH]))
-    command = [sys.executable, __file__, "--engine", json.dumps(one)]
-    done = subprocess.run(
-        command, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
-    )
-    marked = [line for line in done.stdout.splitlines() if line.startswith(MARK)]
-    return [json.loads(line.removeprefix(MARK)) for line in marked], done.stdout
+    stream([sys.executable, __file__, "--engine", json.dumps(one)], environment, each, limit)
+
+
+def stream(
+    command: Sequence[str],
+    environment: dict[str, str],
+    each: Callable[[str], None],
+    limit: float,
+) -> int:
+    """Runs a command and hands on each line of its output at once; its return code.
+
+    After `limit` seconds it is ended, with the processes that it has started.
+    """
+    process = subprocess.Popen(
+        command, env=environment, text=True, errors="replace", start_new_session=True,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+    )  # fmt: skip
+    assert process.stdout is not None
+
+    def end() -> None:
+        each(f"ended after {limit:.0f} s\n")
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+
+    alarm = threading.Timer(limit, end)
+    alarm.start()
+    try:
+        for line in process.stdout:
+            each(line)
+        return process.wait()
+    finally:
+        alarm.cancel()
 
 
 def serve(one: dict[str, Any]) -> None:
@@ -199,6 +276,7 @@ def serve(one: dict[str, Any]) -> None:
         "attention_backend": one["backend"],
         "block_size": 64,
         "kv_cache_dtype": one["kv"],
+        "additional_config": settings(one["plugin_drafting"]),
         # Only the sizes that are asked for: a capture of them all takes minutes.
         "compilation_config": {
             # Those of the target, and those of the drafting loop.
@@ -221,6 +299,11 @@ def serve(one: dict[str, Any]) -> None:
         measure(llm, one, start_s)
         del llm  # Its end is not beside another's measurement.
         gc.collect()
+
+
+def settings(drafting: str) -> dict[str, Any]:
+    """`additional_config` for a choice of `--drafting`."""
+    return {"kimi_eagle3": {"drafting": drafting == "on"}} if drafting in ("on", "off") else {}
 
 
 def cache_bytes(one: dict[str, Any]) -> int:
@@ -258,11 +341,14 @@ def measure(llm: Any, one: dict[str, Any], start_s: float) -> None:
         print(MARK + json.dumps(row), flush=True)
 
     for ctx, batch in one["cells"]:
-        prompts = cached(ctx, batch)
-        llm.collective_rpc(start_recording)
-        generate(prompts, MEASURED)
-        recorded = llm.collective_rpc(stop_recording)[0]
-        say(ctx, batch, summary(recorded, batch * (1 + one["k"])))
+        try:
+            prompts = cached(ctx, batch)
+            llm.collective_rpc(start_recording)
+            generate(prompts, MEASURED)
+            recorded = llm.collective_rpc(stop_recording)[0]
+            say(ctx, batch, summary(recorded, batch * (1 + one["k"])))
+        except Exception:  # The other cells may be well.
+            traceback.print_exc()
     # At the end, since what was profiled once launches slowly from then on.
     for ctx, batch in one["cells"]:
         if ctx in one["profile"]:

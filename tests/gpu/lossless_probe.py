@@ -5,9 +5,9 @@
 
 JOB has `engine`, the keyword arguments of `vllm.LLM`, `waves`, lists of requests that are given at
 once (`{"tokens": [...], "max_tokens": n}`), and `recorded`, the number of one of them. A wave may
-have more requests than the engine serves at a time; the others join as earlier ones leave. OUT gets
-the output tokens per wave, the counters, and, of the recorded wave, how many of the target's
-forwards replayed how many CUDA graphs.
+have more requests than the engine serves at a time; the others join as earlier ones leave. OUT
+gets the output tokens per wave, the counters, and, of the recorded wave, how many of the target's
+forwards replayed how many CUDA graphs, and how many of the proposals of drafts did.
 """
 
 from __future__ import annotations
@@ -43,11 +43,15 @@ def main() -> None:
         if number == job["recorded"]:
             recorded = llm.collective_rpc(stop_recording)[0]
         waves.append([list(output.outputs[0].token_ids) for output in outputs])
-    graphs = Counter(span[3] for span in recorded if span[0] == "target")
+    graphs, drafting = (
+        Counter(span[3] for span in recorded if span[0] == label)
+        for label in ("target", "drafting")
+    )
     result = {
         "waves": waves,
         "spec_decode": spec_decode_counters(llm),
         "graphs": sorted(graphs.items()),
+        "drafting_graphs": sorted(drafting.items()),
     }
     Path(sys.argv[2]).write_text(json.dumps(result))
 

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Speculation changes no token, with the plugin's attention back-end and with vLLM's own.
+"""Speculation changes no token, with the plugin's attention back-end and drafting, and vLLM's own.
 
     python -m pytest tests/gpu/test_lossless.py [-k "fp8 and on"]     # vLLM 0.18 to 0.33 on CUDA
     TOGETHER=12 python -m pytest tests/gpu/test_lossless.py           # engines that start at once
     LOSSLESS=rows.jsonl ...                                           # a row per run
 
 Not part of CI, which has no GPU. The trained tiny pair with the real Kimi's head sizes
-(tests/assets/widen.py) runs on TRITON_MLA: bf16 and fp8 KV, compiled, with CUDA graphs, prefix
-caching and chunked prefill, and one request, four, and 48 of very different lengths of which 32 run
-at a time, so that requests join and leave between steps.
+(tests/assets/widen.py, wide_llama.py) runs on TRITON_MLA: bf16 and fp8 KV, compiled, with CUDA
+graphs, prefix caching and chunked prefill, and one request, four, and 48 of very different lengths
+of which 32 run at a time, so that requests join and leave between steps.
 
 In bfloat16 an argmax can tip over where two logits are close, and does so as the sizes of batches
 differ, so texts of two runs part, whoever serves. What is compared is therefore every single token:
@@ -35,6 +35,7 @@ from benchmarks import rows
 from benchmarks.gpu import gpu_facts
 from tests.assets.variants import load_prompts
 from tests.assets.widen import write_wide_pair
+from tests.gpu.wide_llama import widen_llama
 from tests.hosts.harness import LLAMA_DRAFTER, at_least
 from tests.reference.target import load_target
 
@@ -48,9 +49,12 @@ PATCH = "mla-attention"
 MOST_OTHERS, FURTHEST = 1.5, 1.5
 # Of accepted drafts a step, against stock's.
 FEWEST_ACCEPTED = 0.85
+# The same by the plugin's drafting, against vLLM's own with the same attention.
+FEWEST_BY_DRAFTING = 0.95
 RUNNING = 32
-# What the back-end's line in the log says.
+# What the back-end's line in the log says, and those of the drafting, on the V1 and the V2 runner.
 SERVES = "serves TRITON_MLA: decode steps"
+DRAFTS = ("drafting: the plugin's loop serves", "drafting: the drafter's passes of up to")
 
 
 def waves() -> list[list[dict[str, Any]]]:
@@ -70,12 +74,13 @@ def waves() -> list[list[dict[str, Any]]]:
 class Engines:
     """The runs of this session, each made once; those `wanted` TOGETHER=12 at a time."""
 
-    def __init__(self, folder: Path, wanted: Iterable[tuple[str, str, str]] = ()) -> None:
+    def __init__(self, folder: Path, wanted: Iterable[tuple[str, ...]] = ()) -> None:
         self.folder = folder
         self.target, self.mla_drafter = write_wide_pair(folder / "pair")
+        self.llama_drafter = widen_llama(LLAMA_DRAFTER, folder / "pair" / LLAMA_DRAFTER.name)
         together = int(os.environ.get("TOGETHER", "1"))
         self.pool = ThreadPoolExecutor(together)
-        self.runs: dict[tuple[str, str, str], Future[dict[str, Any]]] = {}
+        self.runs: dict[tuple[str, ...], Future[dict[str, Any]]] = {}
         if together > 1:
             for key in wanted:
                 self.begin(*key)
@@ -86,11 +91,18 @@ class Engines:
             self.runs[key] = self.pool.submit(self.start, *key)
         return self.runs[key]
 
-    def run(self, kv: str, ours: str, drafter: str) -> dict[str, Any]:
-        """What `lossless_probe.py` saw; `drafter` is none, llama or mla."""
-        return self.begin(kv, ours, drafter).result()
+    def run(self, kv: str, ours: str, drafter: str, drafting: str = "off") -> dict[str, Any]:
+        """What `lossless_probe.py` saw.
 
-    def start(self, kv: str, ours: str, drafter: str) -> dict[str, Any]:
+        Args:
+            kv: the cache's dtype.
+            ours: on or off: the plugin's attention.
+            drafter: none, llama or mla.
+            drafting: on or off: the plugin's drafting.
+        """
+        return self.begin(kv, ours, drafter, drafting).result()
+
+    def start(self, kv: str, ours: str, drafter: str, drafting: str) -> dict[str, Any]:
         engine: dict[str, Any] = {
             "model": str(self.target),
             "dtype": "bfloat16",
@@ -108,9 +120,10 @@ class Engines:
             "kv_cache_memory_bytes": 512 << 20,
             "kv_cache_dtype": kv,
             "attention_backend": "TRITON_MLA",
+            "additional_config": {"kimi_eagle3": {"drafting": drafting == "on"}},
         }
         if drafter != "none":
-            folder = self.mla_drafter if drafter == "mla" else LLAMA_DRAFTER
+            folder = self.mla_drafter if drafter == "mla" else self.llama_drafter
             speculative = {
                 "method": "eagle3", "model": str(folder), "num_speculative_tokens": K,
             }  # fmt: skip
@@ -119,7 +132,7 @@ class Engines:
                     "TRITON_MLA" if drafter == "mla" else "FLASH_ATTN"
                 )
             engine["speculative_config"] = speculative
-        folder = self.folder / f"{kv}-{ours}-{drafter}"
+        folder = self.folder / f"{kv}-{ours}-{drafter}-{drafting}"
         folder.mkdir()
         environment = {
             **os.environ,
@@ -138,23 +151,25 @@ class Engines:
         (folder / "log.txt").write_text(done.stdout)
         assert out.exists(), done.stdout[-6000:]
         assert (SERVES in done.stdout) == (ours == "on"), done.stdout[-6000:]
+        drafts = any(line in done.stdout for line in DRAFTS)
+        assert drafts == (drafting == "on"), done.stdout[-6000:]
         result: dict[str, Any] = json.loads(out.read_text())
-        print(kv, ours, drafter, result["spec_decode"], "graphs per forward:", result["graphs"])
+        print(kv, ours, drafter, drafting, result["spec_decode"], end=" ")
+        print("graphs a forward:", result["graphs"], "a proposal:", result["drafting_graphs"])
         return result
 
 
-def runs_of(item: Any) -> Iterator[tuple[str, str, str]]:
+def runs_of(item: Any) -> Iterator[tuple[str, str, str, str]]:
     """What a test needs."""
-    kv, ours, drafter = (
-        item.callspec.params.get(name, other)
-        for name, other in (("kv", "auto"), ("ours", "on"), ("drafter", "mla"))
-    )
-    yield kv, "off", "none"
-    yield kv, ours, "none"
+    names = (("kv", "auto"), ("ours", "on"), ("drafter", "mla"), ("drafting", "off"))
+    kv, ours, drafter, drafting = (item.callspec.params.get(*name) for name in names)
+    yield kv, "off", "none", "off"
+    yield kv, ours, "none", "off"
     if drafter != "llama" or at_least(0, 21):
-        yield kv, ours, drafter
+        yield kv, ours, drafter, drafting
         if "accepted" in item.name:
-            yield kv, "off", drafter
+            yield kv, "off", drafter, "off"
+            yield kv, "on", drafter, "off"
 
 
 @pytest.fixture(scope="session")
@@ -164,10 +179,12 @@ def engines(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     return Engines(tmp_path_factory.mktemp("lossless"), wanted)
 
 
-def judged(engines: Engines, kv: str, ours: str, drafter: str) -> dict[str, Any]:
+def judged(
+    engines: Engines, kv: str, ours: str, drafter: str, drafting: str = "off"
+) -> dict[str, Any]:
     """Tokens of a run, how many of them are not the reference's for their prefix, and how many
     logits the furthest of those is below it."""
-    run = engines.run(kv, ours, drafter)
+    run = engines.run(kv, ours, drafter, drafting)
     if "judged" not in run:
         reference = load_target(engines.target)
         gaps = []
@@ -192,33 +209,47 @@ def judged(engines: Engines, kv: str, ours: str, drafter: str) -> dict[str, Any]
             ),
             "texts": len(gaps),
         }
-        print(kv, ours, drafter, run["judged"])
+        print(kv, ours, drafter, drafting, run["judged"])
         if "LOSSLESS" in os.environ:
-            about = {"kv": kv, "ours": ours, "drafter": drafter, "k": K, "running": RUNNING}
-            about |= {name: run[name] for name in ("judged", "spec_decode", "graphs")}
+            about = {
+                "kv": kv, "ours": ours, "drafter": drafter, "drafting": drafting, "k": K,
+                "running": RUNNING,
+            }  # fmt: skip
+            names = ("judged", "spec_decode", "graphs", "drafting_graphs")
+            about |= {name: run[name] for name in names}
             rows.append(Path(os.environ["LOSSLESS"]), {**gpu_facts(), **about})
     found: dict[str, Any] = run["judged"]
     return found
 
 
-def accepted(engines: Engines, kv: str, ours: str, drafter: str) -> float:
+def accepted(engines: Engines, kv: str, ours: str, drafter: str, drafting: str) -> float:
     """Drafts a step."""
-    counts = engines.run(kv, ours, drafter)["spec_decode"]
+    counts = engines.run(kv, ours, drafter, drafting)["spec_decode"]
     return float(counts["num_accepted_tokens"] / counts["num_drafts"])
 
 
 KV = pytest.mark.parametrize("kv", ["auto", "fp8"])
+DRAFTING = pytest.mark.parametrize("drafting", ["on", "off"])
 
 
 @KV
-@pytest.mark.parametrize("ours", ["on", "off"])
-@pytest.mark.parametrize("drafter", ["none", "llama", "mla"])
-def test_tokens_are_the_references(engines: Engines, kv: str, ours: str, drafter: str) -> None:
+@pytest.mark.parametrize(
+    ("ours", "drafter", "drafting"),
+    [
+        *(("on", drafter, drafting) for drafter in ("llama", "mla") for drafting in ("on", "off")),
+        *(("off", drafter, "off") for drafter in ("llama", "mla")),
+        ("on", "none", "off"),
+        ("off", "none", "off"),
+    ],
+)
+def test_tokens_are_the_references(
+    engines: Engines, kv: str, ours: str, drafter: str, drafting: str
+) -> None:
     if drafter == "llama" and not at_least(0, 21):
         pytest.skip("before 0.21 TRITON_MLA is applied to a Llama drafter too, which refuses")
     measure = judged(engines, kv, "off", "none")
     assert measure["others"] < 0.025 * measure["tokens"], measure
-    found = judged(engines, kv, ours, drafter)
+    found = judged(engines, kv, ours, drafter, drafting)
     if ours == "off" and drafter != "none":
         # An H200, 0.26.0: five times as many others as without drafts, up to 8 logits below.
         pytest.xfail(f"stock's verify steps are not this project's: {found}, without: {measure}")
@@ -227,19 +258,31 @@ def test_tokens_are_the_references(engines: Engines, kv: str, ours: str, drafter
 
 
 @KV
+@DRAFTING
 @pytest.mark.parametrize("drafter", ["llama", "mla"])
-def test_as_many_drafts_are_accepted(engines: Engines, kv: str, drafter: str) -> None:
+def test_as_many_drafts_are_accepted(
+    engines: Engines, kv: str, drafter: str, drafting: str
+) -> None:
     if drafter == "llama" and not at_least(0, 21):
         pytest.skip("before 0.21 TRITON_MLA is applied to a Llama drafter too, which refuses")
-    stock = accepted(engines, kv, "off", drafter)
+    stock = accepted(engines, kv, "off", drafter, "off")
     assert stock > 0.5
-    assert accepted(engines, kv, "on", drafter) > FEWEST_ACCEPTED * stock
+    found = accepted(engines, kv, "on", drafter, drafting)
+    assert found > FEWEST_ACCEPTED * stock, (found, stock)
+    if drafting == "on":
+        without = accepted(engines, kv, "on", drafter, "off")
+        assert found > FEWEST_BY_DRAFTING * without, (found, without)
 
 
 @KV
-def test_verify_steps_are_whole_graphs(engines: Engines, kv: str) -> None:
-    """Of a wave of four, all forwards without a prefill replay one graph, as many as have one."""
-    graphs = dict(engines.run(kv, "on", "mla")["graphs"])
+@DRAFTING
+def test_verify_steps_are_whole_graphs(engines: Engines, kv: str, drafting: str) -> None:
+    """Of a wave of four, all forwards without a prefill replay one graph, as many as have one; and
+    with the plugin's loop all proposals after such a forward do."""
+    run = engines.run(kv, "on", "mla", drafting)
     prefills = -(-sum(len(request["tokens"]) for request in waves()[1]) // 192) + 1
-    assert sum(count for replays, count in graphs.items() if replays != 1) <= prefills, graphs
-    assert graphs.get(1, 0) > 2 * prefills, graphs
+    by_loop = drafting == "on" and not at_least(0, 29)  # Upstream's own loop is there from then on.
+    for name in ("graphs", *(["drafting_graphs"] if by_loop else [])):
+        graphs = dict(run[name])
+        assert sum(count for replays, count in graphs.items() if replays != 1) <= prefills, graphs
+        assert graphs.get(1, 0) > 2 * prefills, graphs
