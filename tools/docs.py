@@ -110,6 +110,8 @@ AREAS = {
     "drafter": "The drafter",
     "run": "How they are run",
     "memory": "Memory",
+    "diagnose": "A server that runs",
+    "plan": "How many drafts",
 }
 
 
@@ -118,13 +120,15 @@ def findings_page() -> str:
     parts = [
         GENERATED,
         "# Findings",
-        "What `vllm-kimi-eagle3 check` can say of a command, and what the plugin says with the "
-        "same ids in the server's log. *fails*: it does not start, or ends at a request. *wrong*: "
+        "What `vllm-kimi-eagle3 check` can say of a command, `diagnose` of a server that runs and "
+        "`plan` of its load, and what the plugin says with the same ids in the server's log. "
+        "*fails*: it does not start, or ends at a request. *wrong*: "
         "it runs and is not what it should be, in silence. *slow*: it is right and costs more than "
         "it needs to. *note*: worth knowing. *untold*: something could not be told. The severity "
         "is the usual one; a finding may be rated otherwise where the release or the GPU makes a "
         "difference. `vllm-kimi-eagle3 check --explain ID` prints an entry. A pair that has it and "
-        "one that just has it not, each with the whole report, are in `tests/data/check/ID`.",
+        "one that just has it not, each with the whole report, are in `tests/data/check/ID`; "
+        "those of `diagnose` and `plan` are in `tests/unit/diagnose` and `tests/unit/planning`.",
     ]
     for area, title in AREAS.items():
         parts.append(f"## {title}")

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``vllm-kimi-eagle3``: will it run (``check``), and what does the plugin do here (``status``)."""
+"""``vllm-kimi-eagle3``: will it run (``check``), what does the plugin do here (``status``), why is
+acceptance what it is (``diagnose``), and how many drafts pay (``plan``)."""
 
 from __future__ import annotations
 
@@ -11,7 +12,8 @@ import shutil
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TextIO
+from importlib import import_module
+from typing import Any, TextIO
 
 from . import __version__
 from .host import SUPPORTED
@@ -147,10 +149,79 @@ def check(words: Sequence[str]) -> int:
             report = report.including(not_in_effect(found))
     if options.json:
         return _show(json.dumps(report.as_json(), indent=2), report.exit_code)
+    return _show(report.as_text(**_look()), report.exit_code)
+
+
+def diagnose(words: Sequence[str]) -> int:
+    """The command ``diagnose``. Returns the exit code."""
+    if "--offline" in words:
+        # Apart from the live mode, since it needs torch and vLLM.
+        offline = import_module("vllm_kimi_eagle3.diagnose.offline.run")
+        return int(offline.main([word for word in words if word != "--offline"]))
+    from .diagnose import plot
+    from .diagnose.run import USAGE, OptionError, options_of
+    from .diagnose.run import diagnose as measure
+
+    if not words:
+        return _show(USAGE.rstrip(), EXIT_USAGE)
+    try:
+        options = options_of(words)
+        if options.help:
+            return _show(USAGE.rstrip(), EXIT_OK)
+        if options.plot is not None:
+            plot.available(options.plot)
+    except (OptionError, plot.PlotError) as error:
+        return _usage_error("diagnose", error)
+    progress = _Progress()
+    report = measure(options, progress)
+    progress.end()
+    if options.plot is not None:
+        try:
+            plot.plot(report, options.plot)
+        except plot.PlotError as error:
+            _complain(f"{PROGRAM} diagnose: {error}")
+    if options.json:
+        return _show(json.dumps(report.as_json(), indent=2), report.exit_code)
+    return _show(report.as_text(**_look()), report.exit_code)
+
+
+def plan(words: Sequence[str]) -> int:
+    """The command ``plan``. Returns the exit code."""
+    from .diagnose.run import OptionError
+    from .planning.run import USAGE, options_of
+    from .planning.run import plan as reckon
+
+    if not words:
+        return _show(USAGE.rstrip(), EXIT_USAGE)
+    progress = _Progress()
+    try:
+        options = options_of(words)
+        if options.help:
+            return _show(USAGE.rstrip(), EXIT_OK)
+        found = reckon(options, progress)
+    except OptionError as error:
+        progress.end()
+        return _usage_error("plan", error)
+    progress.end()
+    if options.json:
+        return _show(json.dumps(found.as_json(), indent=2), found.exit_code)
+    return _show(found.as_text(**_look()), found.exit_code)
+
+
+def _usage_error(command: str, error: Exception) -> int:
+    from .findings.lines import printable
+
+    _complain(f"{PROGRAM} {command}: {printable(str(error))}")
+    return EXIT_USAGE
+
+
+def _look() -> dict[str, Any]:
+    """How a report looks here: colours and columns of a terminal, if it is one."""
     terminal = _is_terminal(sys.stdout)
-    width = min(shutil.get_terminal_size().columns, 100) if terminal else None
-    text = report.as_text(colour=terminal and not os.environ.get("NO_COLOR"), width=width)
-    return _show(text, report.exit_code)
+    return {
+        "colour": terminal and not os.environ.get("NO_COLOR"),
+        "width": min(shutil.get_terminal_size().columns, 100) if terminal else None,
+    }
 
 
 def _show(text: str, code: int) -> int:
@@ -221,12 +292,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     if words and words[0] == "check":
         # Not argparse's: the line is vLLM's, with flags that this program does not know.
         return check(words[1:])
+    if words and words[0] in ("diagnose", "plan"):
+        return (diagnose if words[0] == "diagnose" else plan)(words[1:])
     parser = argparse.ArgumentParser(prog=PROGRAM, description=__doc__)
     parser.add_argument("--version", action="version", version=f"{PROGRAM} {__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser(
         "check", help="what of a `vllm serve` command will fail, be wrong or be slow"
     )
+    commands.add_parser(
+        "diagnose", help="why the acceptance of a server, or of a drafter, is what it is"
+    )
+    commands.add_parser("plan", help="how many drafts pay, by batch and context, and the flags")
     status_command = commands.add_parser(
         "status", help="the vLLM here, and each patch: needed, applied, verified, upstream"
     )

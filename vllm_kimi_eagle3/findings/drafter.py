@@ -87,9 +87,10 @@ as vLLM has it: neither the check nor the plugin looks at its layers, rope and t
         title="A setting that the plugin does not have",
         explanation="""\
 The plugin's own settings are the object "kimi_eagle3" in `--additional-config`. It takes \
-"aux_hidden_state_layers", a list of layers as vLLM counts, and "attention", false to leave \
-TRITON_MLA as vLLM has it, and nothing else. A misspelt setting would have no effect, so the \
-server is stopped.""",
+"aux_hidden_state_layers", a list of layers as vLLM counts, "attention", false to leave \
+TRITON_MLA as vLLM has it, and "drafting", false to leave the drafting loop as vLLM has it and \
+true to have the plugin's wherever it can serve (without it, where it is faster), and nothing \
+else. A misspelt setting would have no effect, so the server is stopped.""",
     ),
     Kind(
         id="drafter-config-value",

@@ -68,6 +68,20 @@ Give the length that fits with certainty, or make room by one of the other ways 
         undecided=True,
     ),
     Kind(
+        id="memory-replicated-drafter",
+        severity=Severity.NOTE,
+        title="The drafter is whole on each rank",
+        explanation="""\
+With `"draft_tensor_parallel_size": 1` in `--speculative-config` the plugin has the drafter whole \
+on each tensor-parallel rank, so that a draft step has no collective. For that each rank holds all \
+of the drafter's weights and reads them in each draft step, has whole copies of an embedding or LM \
+head that the drafter has of the target, and keeps the keys and values of all of the drafter's KV \
+heads. An MLA drafter's cache is as large either way.
+
+It is for GPUs without NVLink, where a collective takes longer than reading the weights; \
+docs/drafting.md says when that is. Leave the key out, and the drafter is spread over the ranks.""",
+    ),
+    Kind(
         id="memory-summary",
         severity=Severity.NOTE,
         title="What target, drafter and KV cache take on each rank",

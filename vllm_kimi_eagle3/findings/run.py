@@ -56,10 +56,10 @@ Use sizes whose product is the number of GPUs, or say that the other ranks are e
 Each tensor-parallel rank has the same number of attention heads. vLLM refuses a \
 `--tensor-parallel-size` that does not divide the target's, 64 for a Kimi, when it has read the \
 configs ("Total number of attention heads (64) must be divisible by tensor parallel size"). The \
-drafter runs over the same ranks, whatever `"draft_tensor_parallel_size"` says: its attention \
-heads have to be divisible as well, and a Llama drafter's KV heads have to be divisible by the \
-size, or the size by them, since fewer KV heads than ranks are copied. Otherwise the drafter's \
-layers end in an assertion, after the target's load.
+drafter runs over the same ranks, unless `"draft_tensor_parallel_size": 1` has it whole on each: \
+its attention heads have to be divisible as well, and a Llama drafter's KV heads have to be \
+divisible by the size, or the size by them, since fewer KV heads than ranks are copied. Otherwise \
+the drafter's layers end in an assertion, after the target's load.
 
 Use a size that divides all of them: for the published pairs 1, 2, 4, 8, 16, 32 or 64.""",
     ),
@@ -183,11 +183,31 @@ where none is given.""",
         explanation="""\
 vLLM accepts `"draft_tensor_parallel_size"` with EAGLE-3 and does nothing with it, in every \
 release: the drafter is built in the target's tensor-parallel group and runs over all of its \
-ranks. Recipes set it to 1 in the belief that it saves all-reduces. A value that is neither 1 nor \
-`--tensor-parallel-size` is refused.
+ranks. A value that is neither 1 nor `--tensor-parallel-size` is refused.
 
-Leave it out.""",
+The plugin makes 1 true: the drafter is whole on each rank, and a draft step has no collective \
+(docs/drafting.md; `memory-replicated-drafter` says what it takes). It cannot beside \
+`--decode-context-parallel-size` and `--prefill-context-parallel-size`, whose attention gathers \
+query heads over the ranks, and does not where its patch replicated-drafter is not in effect: \
+there 1 has no effect.
+
+Leave it out there.""",
         upstream=(f"{_ISSUES}17499", f"{_PULLS}31705"),
+    ),
+    Kind(
+        id="run-drafting",
+        severity=Severity.NOTE,
+        title="vLLM's own drafting serves",
+        explanation="""\
+The plugin drafts with fused kernels: on the V1 runner with a loop of its own, one CUDA graph for \
+the steps of a proposal, and on the V2 runner, from 0.29 on, with a forward pass inside vLLM's \
+graph. vLLM's own serves with `"drafting": false` in the plugin's settings, where the patch is not \
+in effect, with data, pipeline or context parallelism, parallel drafting, microbatches, LoRA, a KV \
+connector, `VLLM_BATCH_INVARIANT`, without CUDA graphs, and on GPUs below compute capability 8.0. \
+Where it can serve, and `"drafting": true` does not force it, a measurement at the start decides, \
+and the log says which of the two drafts. docs/drafting.md has the rest.
+
+The tokens are the same either way.""",
     ),
     Kind(
         id="run-no-gpu",

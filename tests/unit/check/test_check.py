@@ -36,7 +36,9 @@ NO_GPU = {"CUDA_VISIBLE_DEVICES": ""}
 def test_kinds_are_well_formed() -> None:
     for name, kind in KINDS.items():
         assert name == kind.id
-        assert kind.area in {"host", "command", "files", "target", "drafter", "run", "memory"}
+        assert kind.area in {
+            "host", "command", "files", "target", "drafter", "run", "memory", "diagnose", "plan"
+        }  # fmt: skip
         assert kind.title
         assert not kind.title.endswith(".")
         assert len(kind.explanation) > 100, name

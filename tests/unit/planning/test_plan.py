@@ -1,0 +1,347 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The command ``plan``: rows, sweep, schedule, and what it says."""
+
+from __future__ import annotations
+
+import json
+import math
+import shlex
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from tests.unit.diagnose.fake import Behaviour, FakeServer
+from vllm_kimi_eagle3 import cli
+from vllm_kimi_eagle3.diagnose.run import OptionError
+from vllm_kimi_eagle3.diagnose.server import Server
+from vllm_kimi_eagle3.findings.catalogue import KINDS
+from vllm_kimi_eagle3.planning import rows, run, schedule
+from vllm_kimi_eagle3.planning.model import Step
+from vllm_kimi_eagle3.planning.schedule import Range, Release
+from vllm_kimi_eagle3.planning.sweep import TOKENS, sweep
+
+from .test_model import CELLS, HEALTHY, ROWS, TABLE, rows_of, truth
+
+STEP_TIMES = ["--rows", str(ROWS)]
+for one in ("vllm=0.26.0", "layers=61", "drafter=mla"):
+    STEP_TIMES += ["--where", one]
+
+
+def planned(*words: str) -> run.Plan:
+    return run.plan(run.options_of(words))
+
+
+def ids(plan: run.Plan) -> list[str]:
+    return [finding.id for finding in plan.findings]
+
+
+def csv_of(steps: list[Step], file: Path) -> Path:
+    lines = [f"{s.k},{s.batch},{s.context:g},{s.seconds * 1e3}" for s in steps]
+    file.write_text("\n".join(["k,batch,context,step_ms", *lines]))
+    return file
+
+
+# --------------------------------------------------------------------------------------------- rows
+
+
+def test_rows_of_the_benchmark() -> None:
+    where = {"vllm": "0.26.0", "layers": "61", "drafter": "mla"}
+    found = rows.choose(rows.read_rows(ROWS), where)
+    assert len(found) == 14
+    assert {row.k for row in found} == {0, 3}
+    assert all(row.seconds > 0 for row in found)
+
+
+def test_rows_with_and_without_the_plugins_loop() -> None:
+    where = {"vllm": "0.26.0", "layers": "61", "drafter": "llama", "backend": "TRITON_MLA"}
+    every = rows.read_rows(ROWS)
+    for loop in ("on", "off"):
+        found = rows.choose(every, {**where, "plugin_drafting": loop})
+        # Steps without drafts are of either.
+        assert sorted((row.k, row.batch) for row in found) == [
+            (k, batch) for k in (0, 3) for batch in (1, 8, 32)
+        ]
+    with pytest.raises(ValueError, match="--where plugin_drafting=on"):
+        rows.choose(every, where)
+
+
+def test_rows_of_several_configurations_are_not_mixed() -> None:
+    every = rows.read_rows(ROWS)
+    with pytest.raises(ValueError, match=r"several configurations \(vllm .*; layers "):
+        rows.choose(every, {})
+    with pytest.raises(ValueError, match="no such column; they have backend, drafter, gpu"):
+        rows.choose(every, {"colour": "red"})
+    with pytest.raises(ValueError, match="no row is left by --where"):
+        rows.choose(every, {"vllm": "9"})
+    # And what the table is.
+    table = rows.read_rows(TABLE)
+    with pytest.raises(ValueError, match="--where profile=DCP1"):
+        rows.choose(table, {})
+    assert len(rows.choose(table, {"profile": "DCP8"})) == 32
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ("", "has no measured step"),
+        ("{}\n[1]\n", "has no measured step"),
+        ("a,b\n1,2\n", "row 2 has no k, batch and context"),
+        ("k,batch,context,step_ms\n3,4,1000,fast\n", "row 2 has no"),
+        ("k,batch,context,step_ms\n3,4,1000,-1\n", "row 2 has no"),
+        ("k,batch,context,step_ms\n3,0.5,1000,1\n", "row 2 has no"),
+        ("k,batch,context,step_ms\nnan,4,1000,1\n", "row 2 has no"),
+        ('{"k": true, "batch": 1, "ctx": 1, "step_ms": 1}\n', "has no measured step"),
+        ('{"k": 1, "batch": 1, "ctx": 1, "step": {"median": "x"}}\n', "has no measured step"),
+    ],
+)
+def test_rows_that_are_none(content: str, words: str, tmp_path: Path) -> None:
+    file = tmp_path / "rows"
+    file.write_text(content)
+    with pytest.raises(ValueError, match=words):
+        rows.read_rows(file)
+
+
+def test_a_file_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(OptionError, match="cannot be read: No such file"):
+        planned("--rows", str(tmp_path / "x"), "--acceptance", "76,56,43")
+
+
+# ------------------------------------------------------------------------------------- the schedule
+
+
+def test_a_schedule_covers_every_batch() -> None:
+    found = schedule.ranges(truth(), HEALTHY, 32_768, 3, 256)
+    assert found[0].first == 1
+    assert found[-1].last == 256
+    assert all(a.last + 1 == b.first for a, b in pairwise(found))
+    assert [one.k for one in found] == sorted((one.k for one in found), reverse=True)
+    for one in found:
+        for batch in (one.first, one.last):
+            gains = [truth().gain(k, batch, 32_768, HEALTHY) for k in range(4)]
+            assert gains[one.k] >= max(gains) * 0.98
+
+
+def test_the_flags_are_what_vllm_takes() -> None:
+    """Checked as vLLM's own validate_and_normalize_dynamic_sd_schedule does, 0.24 to 0.33."""
+    flag = schedule.schedule_flag([Range(1, 16, 3), Range(17, 64, 1), Range(65, 256, 0)], "a/b")
+    option, config = shlex.split(flag)
+    assert option == "--speculative-config"
+    found = json.loads(config)
+    assert found["num_speculative_tokens"] == 3
+    entries = found["num_speculative_tokens_per_batch_size"]
+    assert entries == [[1, 16, 3], [17, 64, 1], [65, 256, 0]]
+    assert entries[0][0] == 1
+    assert all(0 < a <= b and k >= 0 for a, b, k in entries)
+    assert schedule.schedule_flag([Range(1, 256, 0)]) == ""
+    assert schedule.static_flag(0) == ""
+    assert json.loads(shlex.split(schedule.static_flag(2, "it's"))[1])["model"] == "it's"
+
+
+@pytest.mark.parametrize(
+    ("release", "runner", "ranks", "takes", "said"),
+    [
+        ("0.17.1", "", 1, False, "plan-no-schedule"),
+        ("0.23.0", "", 1, False, "plan-no-schedule"),
+        ("0.24.0", "", 1, True, "plan-schedule-piecewise"),
+        ("0.28.0", "", 1, True, "plan-schedule-piecewise"),
+        ("0.28.0", "V2", 1, True, None),
+        ("0.29.0", "", 1, True, None),
+        ("0.33.0", "V1", 1, True, "plan-schedule-piecewise"),
+        ("0.25.1", "", 2, False, "plan-schedule-data-parallel"),
+        ("0.32.0", "", 4, False, "plan-schedule-data-parallel"),
+        ("0.34.0.dev12+gabc", "", 1, True, None),
+        ("", "", 1, False, None),
+        ("a build", "", 1, False, None),
+    ],
+)
+def test_what_each_release_does_with_a_schedule(
+    release: str, runner: str, ranks: int, takes: bool, said: str | None
+) -> None:
+    found = Release.of(release, runner, ranks)
+    assert found.takes_schedule is takes
+    notes = list(schedule.notes(found, [Range(1, 8, 3), Range(9, 64, 0)]))
+    assert [note.id for note in notes] == ([said] if said else [])
+    assert not list(schedule.notes(found, [Range(1, 64, 3)])), "nothing changes with the batch"
+    if said == "plan-schedule-data-parallel":
+        assert ("hangs" in notes[0].fact) == (release < "0.26")
+
+
+# ----------------------------------------------------------------------------------------- the plan
+
+
+def test_from_rows_of_the_benchmark() -> None:
+    plan = planned(*STEP_TIMES, "--acceptance", "76,56,43", "--vllm", "0.26.0")
+    assert plan.exit_code == 0
+    assert plan.static == 3
+    assert plan.off is not None
+    assert plan.off[0] < 0.06
+    text = plan.as_text()
+    assert '"num_speculative_tokens": 3' in text
+    assert "tokens each" in text
+    assert "0.26.0, V1 runner" in text
+    found = json.loads(json.dumps(plan.as_json()))
+    assert found["schema_version"] == 1
+    assert len(found["gains"]) == 3 * 4 * 9
+    assert {row["k"] for row in found["gains"]} == set(range(9))
+    assert not next(row for row in found["gains"] if row["k"] == 4)["measured"]
+
+
+def test_from_the_published_table() -> None:
+    plan = planned("--rows", str(TABLE), "--where", "profile=DCP1", "--acceptance", "2.29@3",
+                   "--vllm", "0.32.0", "--for-context", "32768")  # fmt: skip
+    assert "plan-depends-on-context" in ids(plan)
+    assert len(plan.ranges) > 1
+    scheduled = json.loads(shlex.split(plan.flags[1])[1])
+    assert scheduled["num_speculative_tokens_per_batch_size"][-1][1:] == [256, 0]
+    short = planned("--rows", str(TABLE), "--where", "profile=DCP1", "--acceptance", "2.29@3",
+                    "--vllm", "0.22.1")  # fmt: skip
+    assert short.flags[1] == ""
+    assert "plan-no-schedule" in ids(short)
+
+
+def test_rows_of_tokens_a_second_need_acceptance() -> None:
+    with pytest.raises(OptionError, match="give --acceptance"):
+        planned("--rows", str(TABLE), "--where", "profile=DCP1")
+
+
+def test_a_step_that_never_pays(tmp_path: Path) -> None:
+    steps = [Step(k, b, 1000, 0.01 * (1 + 9 * (k > 0))) for k in (0, 3) for b in (1, 16)]
+    file = csv_of(steps, tmp_path / "rows.csv")
+    plan = planned("--rows", str(file), "--acceptance", "76,56,43")
+    assert "plan-never-pays" in ids(plan)
+    assert "Serve without speculation" in plan.as_text()
+    near = [Step(k, b, 1000, 0.01 * (1 + 0.4 * (k > 0))) for k in (0, 3) for b in (1, 16)]
+    plan = planned("--rows", str(csv_of(near, file)), "--acceptance", "76,56,43")
+    assert "plan-never-pays" not in ids(plan)
+
+
+def test_too_little_was_measured(tmp_path: Path) -> None:
+    file = csv_of(rows_of(truth(), [(3, 1, 1000)]), tmp_path / "rows.csv")
+    words = ("--acceptance", "40,15,5", "--batch", "1,64")
+    plan = planned("--rows", str(file), *words)
+    assert "plan-few-rows" in ids(plan)
+    assert plan.exit_code == 2
+    plan = planned("--rows", str(csv_of(rows_of(truth(), CELLS), file)), *words)
+    assert "plan-few-rows" not in ids(plan)
+    assert plan.exit_code == 0
+
+
+def test_rows_that_no_model_fits(tmp_path: Path) -> None:
+    noisy = [
+        Step(s.k, s.batch, s.context, s.seconds * math.exp(0.8 * math.sin(7.0 * i)))
+        for i, s in enumerate(rows_of(truth(), CELLS[::3]))
+    ]
+    plan = planned("--rows", str(csv_of(noisy, tmp_path / "rows.csv")), "--acceptance", "76,56,43")
+    assert "plan-model-off" in ids(plan)
+    fine = csv_of(rows_of(truth(), CELLS[::3]), tmp_path / "fine.csv")
+    assert "plan-model-off" not in ids(planned("--rows", str(fine), "--acceptance", "76,56,43"))
+
+
+def test_more_drafts_than_acceptance_is_known_for(tmp_path: Path) -> None:
+    file = csv_of(rows_of(truth(), CELLS), tmp_path / "rows.csv")
+    plan = planned("--rows", str(file), "--acceptance", "76,56,43", "--most", "8")
+    assert "plan-acceptance-assumed" in ids(plan)
+    plan = planned("--rows", str(file), "--acceptance", "76,56,43")
+    assert "plan-acceptance-assumed" not in ids(plan)
+    assert plan.static <= 3
+
+
+def test_without_acceptance_there_is_no_plan(tmp_path: Path) -> None:
+    file = csv_of(rows_of(truth(), CELLS), tmp_path / "rows.csv")
+    plan = planned("--rows", str(file))
+    assert ids(plan) == ["plan-no-input"]
+    assert plan.exit_code == 2
+    assert "There is no plan." in plan.as_text()
+    plan = planned("--rows", str(file), "--drafter", "lightseekorg/kimi-k2.5-eagle3-mla")
+    assert "published for" in plan.acceptance
+
+
+def test_a_schedule_of_one_length_only(tmp_path: Path) -> None:
+    steps = [Step(k, b, c, truth().seconds(k, b, 0)) for k, b, c in CELLS]
+    plan = planned("--rows", str(csv_of(steps, tmp_path / "rows.csv")), "--acceptance", "76,56,43")
+    assert "plan-depends-on-context" not in ids(plan)
+
+
+# ---------------------------------------------------------------------------------------- the sweep
+
+
+def test_a_sweep_times_steps() -> None:
+    with FakeServer(Behaviour(step=0.02)) as server:
+        found = sweep(Server(server.url), "kimi", (1, 4), (500, 2000), max_model_len=32768)
+    assert [(s.k, s.batch) for s in found.steps] == [(3, 1), (3, 4)] * 2
+    assert all(step.seconds == pytest.approx(0.02) for step in found.steps)
+    assert found.steps[-1].context == 2000 + TOKENS / 2
+    assert not found.skipped
+    prompts = [body["prompt"] for path, body in server.bodies if path == "/v1/completions"]
+    assert len(set(prompts[-4:])) == 4, "no two requests share a prompt"
+
+
+def test_a_sweep_of_two_servers() -> None:
+    with FakeServer(Behaviour(step=0.025)) as fast, FakeServer(
+        Behaviour(step=0.02, speculates=False, rates=lambda length: (0, 0, 0))
+    ) as plain:  # fmt: skip
+        plan = planned("--url", fast.url, "--without", plain.url, "--batch", "1,4",
+                       "--context", "600")  # fmt: skip
+    assert plan.model is not None
+    gain = plan.model.speed_up(3, 1, 648, plan.rates)
+    assert gain.value == pytest.approx(2.74 * 20 / 25, rel=0.05)
+    assert str(plan.release.version) == "0.26.0"
+    assert "repeat one text" in plan.acceptance
+
+
+def test_cells_that_do_not_fit_are_left_out() -> None:
+    with FakeServer(Behaviour(max_model_len=2048)) as server:
+        plan = planned("--url", server.url, "--context", "500,8000", "--batch", "1")
+    assert len(plan.skipped) == 1
+    assert "the server takes 2,048" in plan.skipped[0]
+
+
+def test_a_server_that_is_not_there() -> None:
+    plan = planned("--url", "localhost:1")
+    assert ids(plan) == ["diagnose-no-answer", "plan-no-input"]
+    assert plan.exit_code == 2
+
+
+# -------------------------------------------------------------------------------------- the command
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ([], "nothing to plan from"),
+        (["--without", "x"], "nothing to plan from"),
+        (["--rows", "f", "--without", "x"], "--without is the second server"),
+        (["--rows", "f", "--acceptance", "2.8"], "as in 2.8@3"),
+        (["--rows", "f", "--batch", "1;2"], "--batch takes numbers"),
+        (["--rows", "f", "--batch", "0"], "--batch takes numbers from 1"),
+        (["--rows", "f", "--most", "9"], "--most takes 0 to 8"),
+        (["--rows", "f", "--max-batch", "0"], "--max-batch takes 1 to"),
+        (["--rows", "f", "--where", "x"], "NAME=VALUE"),
+        (["--rows", "f", "--runner", "V3"], "invalid choice"),
+        (["--rows", "f", "--data-parallel", "0"], "1 or more ranks"),
+        (["--url", "ftp://x"], "is no address"),
+    ],
+)
+def test_options_that_are_wrong(words: list[str], said: str) -> None:
+    with pytest.raises(OptionError, match=said):
+        run.options_of(words)
+
+
+def test_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["plan"]) == 64
+    assert cli.main(["plan", "--help"]) == 0
+    assert cli.main(["plan", "--rows", "nowhere"]) == 64
+    assert "nowhere cannot be read" in capsys.readouterr().err
+    words = ["plan", *STEP_TIMES, "--acceptance", "76,56,43", "--vllm", "0.26.0"]
+    assert cli.main(words) == 0
+    assert "num_speculative_tokens = 3" in capsys.readouterr().out
+    assert cli.main([*words, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["num_speculative_tokens"] == 3
+
+
+def test_every_kind_of_finding_is_shown_here() -> None:
+    text = Path(__file__).read_text(encoding="utf-8")
+    for kind in KINDS.values():
+        if kind.area == "plan":
+            assert f'"{kind.id}"' in text, kind.id

@@ -1,0 +1,272 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A running vLLM over HTTP: what it serves, its counters, and completions.
+
+Nothing of it is trusted: every answer has a limit of size and of time, and what cannot be read is a
+:class:`ServerError` in words that name the address and what to do.
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import urllib.error
+import urllib.parse
+import urllib.request
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+API_KEY_VARIABLE = "VLLM_API_KEY"
+"""Where the key of a server with ``--api-key`` is looked for, as vLLM itself does."""
+MAX_BYTES = 64 << 20
+_QUICK = 15.0
+
+
+class ServerError(Exception):
+    """A server did not answer as vLLM does.
+
+    Attributes:
+        fix: what to do about it.
+        status: the HTTP status, if there was one.
+    """
+
+    def __init__(self, fact: str, fix: str, status: int | None = None) -> None:
+        super().__init__(fact)
+        self.fact = fact
+        self.fix = fix
+        self.status = status
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a completion gave.
+
+    Attributes:
+        text: that was generated.
+        prompt_tokens, tokens: of the prompt and of the text, as the server counted them.
+    """
+
+    text: str
+    prompt_tokens: int
+    tokens: int
+
+
+@dataclass(frozen=True)
+class Model:
+    """A model that is served.
+
+    Attributes:
+        name: by which requests name it.
+        root: what it was loaded from; "" if the server does not say.
+        max_model_len: most tokens of a request; 0 if the server does not say.
+    """
+
+    name: str
+    root: str
+    max_model_len: int
+
+
+def base_url(url: str) -> str:
+    """The address without a path of the API.
+
+    Raises:
+        ValueError: it is no address.
+    """
+    text = url.strip()
+    if "://" not in text:
+        text = f"http://{text}"
+    try:
+        parts = urllib.parse.urlsplit(text)
+        host, _ = parts.hostname, parts.port
+    except ValueError as error:
+        raise ValueError(f"{url!r} is no address: {error}") from None
+    if parts.scheme not in ("http", "https") or not host:
+        raise ValueError(f"{url!r} is no address of a server, such as http://localhost:8000")
+    path = parts.path.rstrip("/").removesuffix("/metrics").removesuffix("/v1")
+    return urllib.parse.urlunsplit((parts.scheme, parts.netloc, path, "", ""))
+
+
+class Server:
+    """A server by its address.
+
+    Args:
+        url: such as ``http://localhost:8000``, with or without ``/v1``.
+        timeout: seconds that a completion may take.
+
+    Raises:
+        ValueError: the address is none.
+    """
+
+    def __init__(self, url: str, timeout: float = 600.0) -> None:
+        self.url = base_url(url)
+        self._timeout = timeout
+        host = urllib.parse.urlsplit(self.url).hostname or ""
+        local = host == "localhost" or host == "::1" or host.startswith("127.")
+        # A proxy of the environment cannot reach what listens on this machine.
+        handlers = [urllib.request.ProxyHandler({})] if local else []
+        self._opener = urllib.request.build_opener(*handlers)
+
+    def metrics(self) -> str:
+        """The text of ``/metrics``."""
+        return self._ask("/metrics", timeout=_QUICK).decode("utf-8", "replace")
+
+    def models(self) -> list[Model]:
+        """What is served."""
+        answer = self._json("/v1/models", timeout=_QUICK)
+        entries = answer.get("data") if isinstance(answer, dict) else None
+        if not isinstance(entries, list):
+            raise self._not_vllm("/v1/models")
+        models = []
+        for entry in entries:
+            if not isinstance(entry, dict) or not isinstance(entry.get("id"), str):
+                raise self._not_vllm("/v1/models")
+            length, root = entry.get("max_model_len"), entry.get("root")
+            models.append(
+                Model(
+                    entry["id"],
+                    root if isinstance(root, str) else "",
+                    length if isinstance(length, int) and length > 0 else 0,
+                )
+            )
+        return models
+
+    def release(self) -> str:
+        """Its vLLM's version; "" if it does not say."""
+        try:
+            answer = self._json("/version", timeout=_QUICK)
+        except ServerError:
+            return ""
+        version = answer.get("version") if isinstance(answer, dict) else None
+        return version if isinstance(version, str) else ""
+
+    def speculative_config(self) -> Mapping[str, Any]:
+        """Its ``--speculative-config``, which a server with ``VLLM_SERVER_DEV_MODE=1`` says; empty
+        otherwise."""
+        try:
+            answer = self._json("/server_info?config_format=json", timeout=_QUICK)
+            config = answer["vllm_config"]["speculative_config"]
+        except (ServerError, KeyError, TypeError):
+            return {}
+        return config if isinstance(config, dict) else {}
+
+    def tokenize(self, model: str, text: str) -> list[int] | None:
+        """The tokens of a text; None where the server does not say."""
+        try:
+            body = {"model": model, "prompt": text, "add_special_tokens": False}
+            answer = self._json("/tokenize", body, timeout=_QUICK)
+        except ServerError:
+            return None
+        tokens = answer.get("tokens") if isinstance(answer, dict) else None
+        if not isinstance(tokens, list) or not all(type(token) is int for token in tokens):
+            return None
+        return tokens
+
+    def complete(self, model: str, prompt: str | Sequence[int], **options: Any) -> Answer:
+        """Completes a prompt, a text or token ids; ``options`` go into the request."""
+        body = {"model": model, "prompt": prompt, **options}
+        return self._answer("/v1/completions", body)
+
+    def chat(self, model: str, messages: Sequence[Mapping[str, str]], **options: Any) -> Answer:
+        """Answers a chat; ``options`` go into the request."""
+        body = {"model": model, "messages": list(messages), **options}
+        return self._answer("/v1/chat/completions", body)
+
+    def _answer(self, path: str, body: Mapping[str, Any]) -> Answer:
+        answer = self._json(path, body, timeout=self._timeout)
+        try:
+            choice, usage = answer["choices"][0], answer["usage"]
+            message = choice.get("message")
+            if message is None:
+                text = choice["text"]
+            else:
+                reasoning = message.get("reasoning") or message.get("reasoning_content") or ""
+                text = f"{reasoning}{message.get('content') or ''}"
+            return Answer(
+                text if isinstance(text, str) else "",
+                int(usage["prompt_tokens"]),
+                int(usage["completion_tokens"] or 0),
+            )
+        except (KeyError, IndexError, TypeError, ValueError, AttributeError):
+            raise self._not_vllm(path) from None
+
+    def _json(self, path: str, body: Mapping[str, Any] | None = None, *, timeout: float) -> Any:
+        data = self._ask(path, body, timeout=timeout)
+        try:
+            return json.loads(data)
+        except (ValueError, RecursionError):
+            raise self._not_vllm(path) from None
+
+    def _not_vllm(self, path: str) -> ServerError:
+        return ServerError(
+            f"{self.url}{path} answers, and not as vLLM does",
+            "give `--url` the address of the vLLM server itself, as in http://localhost:8000",
+        )
+
+    def _ask(self, path: str, body: Mapping[str, Any] | None = None, *, timeout: float) -> bytes:
+        headers = {"User-Agent": "vllm-kimi-eagle3"}
+        if key := os.environ.get(API_KEY_VARIABLE):
+            headers["Authorization"] = f"Bearer {key}"
+        data = None
+        if body is not None:
+            data = json.dumps(body).encode()
+            headers["Content-Type"] = "application/json"
+        request = urllib.request.Request(self.url + path, data, headers)
+        try:
+            with self._opener.open(request, timeout=timeout) as answer:
+                text: bytes = answer.read(MAX_BYTES + 1)
+        except urllib.error.HTTPError as error:
+            raise self._refused(path, error) from None
+        except (OSError, http.client.HTTPException) as error:
+            raise self._no_answer(path, error, timeout) from None
+        if len(text) > MAX_BYTES:
+            raise ServerError(
+                f"{self.url}{path} answers with more than {MAX_BYTES >> 20} MiB",
+                "give `--url` the address of the vLLM server itself",
+            )
+        return text
+
+    def _refused(self, path: str, error: urllib.error.HTTPError) -> ServerError:
+        fact = f"{self.url}{path} answers {error.code} {error.reason}"
+        with error:
+            said = _message(error.read(4000).decode("utf-8", "replace"))
+        if said and error.code not in (401, 403, 404):
+            fact += f": {said}"
+        if error.code in (401, 403):
+            fix = f"put the server's `--api-key` into the variable {API_KEY_VARIABLE}"
+        elif error.code == 404 and path == "/metrics":
+            fix = (
+                "give `--url` the vLLM server itself: a router or gateway in front of it mostly "
+                "does not pass /metrics on"
+            )
+        elif error.code == 404:
+            fix = "give `--url` the address of a vLLM server, as in http://localhost:8000"
+        else:
+            fix = "look into the server's log"
+        return ServerError(fact, fix, error.code)
+
+    def _no_answer(self, path: str, error: Exception, timeout: float) -> ServerError:
+        reason = getattr(error, "reason", None) or error
+        if isinstance(reason, TimeoutError):
+            return ServerError(
+                f"{self.url}{path} did not answer within {timeout:.0f} s",
+                "look whether the server is still loading, or busy with long requests "
+                "(`--timeout SECONDS` waits longer)",
+            )
+        said = getattr(reason, "strerror", None) or str(reason) or type(reason).__name__
+        return ServerError(
+            f"{self.url}{path} does not answer: {said}",
+            "start the server, or give `--url` the address and port that it listens on",
+        )
+
+
+def _message(body: str) -> str:
+    """What an answer with an error says, in one line: vLLM's message, or the beginning of it."""
+    try:
+        found = json.loads(body)
+        found = found.get("error", found)
+        text = found if isinstance(found, str) else found["message"]
+    except (ValueError, RecursionError, AttributeError, KeyError, TypeError):
+        text = body
+    line = " ".join(str(text).split())
+    return line if len(line) <= 200 else f"{line[:200]}..."
