@@ -17,7 +17,7 @@ test: .venv/ready
 
 # The end-to-end tests on every host.
 hosts: .venv/ready
-	$(NOX) -s hosts
+	$(NOX) -s hosts -- --everything
 
 .venv/ready:
 	$(PYTHON) -m venv .venv

@@ -30,10 +30,13 @@ class Scenario:
     Attributes:
         shows: what a pass shows.
         absent: hosts, and why it does not run there; it runs on every other host.
+        rarely: hosts on which it runs with `--everything` only, as `make hosts` has it: it takes
+            minutes, and `make test` shows it on another host.
     """
 
     shows: str
     absent: dict[tuple[str, ...], str] = field(default_factory=dict)
+    rarely: tuple[str, ...] = ()
 
     def absent_on(self, host: str) -> str | None:
         """Why it does not run on a host, or None if it runs there."""
@@ -179,6 +182,7 @@ SCENARIOS = {
     "replicated drafter": Scenario(
         "with draft_tensor_parallel_size 1 and two ranks each has the whole drafter and asks the "
         "other for nothing; stock ignores the key",
+        rarely=("0.15.1", "0.32.0"),
     ),
     "replicated drafter: V2 runner": Scenario(
         "the same on the V2 runner",
@@ -192,9 +196,15 @@ SCENARIOS = {
         "the plugin's loop, forced, drafts what stock's does (V1 runner, without graphs, attention "
         "by the kernels in Triton's interpreter)",
         {("0.32.0",): "Kimi runs on V2 there, whose loop is upstream's"},
+        rarely=("0.15.1",),
     ),
     "drafter forward": Scenario(
-        "the drafter's forward pass on the plugin's kernels is the release's own, Llama and MLA"
+        "the drafter's forward pass on the plugin's kernels is the release's own, Llama and MLA",
+        rarely=("0.15.1", "0.32.0"),
+    ),
+    "drafter forward: V2 runner": Scenario(
+        "the same inside an engine, forced: tokens, drafts and counts equal the reference's",
+        {(*BACKPORT, "0.20.2", "0.22.1", "0.26.0"): "Kimi runs on V1 there unless one asks"},
     ),
     "image": Scenario("an image request gives the same tokens with speculation as without"),
     "serve": Scenario(
@@ -228,6 +238,23 @@ SCENARIOS = {
                 "0.22.1",
             ): "the same counters; a server takes a minute to start for each case",
         },
+    ),
+    "diagnose --offline": Scenario(
+        "one load of the target: its hidden states are the reference's, each way to break a "
+        "drafter is named, and the printed setting restores the counts in this host's engine",
+        {("0.15.1", "0.16.0", "0.20.2", "0.22.1"): "shown on 0.17.1, 0.26.0 and 0.32.0"},
+        rarely=("0.32.0",),
+    ),
+    "diagnose --offline: tensor parallel": Scenario(
+        "the same hidden states from two ranks, the final one among them",
+        {
+            ("0.15.1", "0.16.0", "0.17.1", "0.20.2", "0.22.1", "0.32.0"): "an engine of two ranks "
+            "takes minutes; shown on 0.26.0"
+        },
+    ),
+    "diagnose --offline: V2 runner": Scenario(
+        "the same hidden states from the V2 runner",
+        {(*BACKPORT, "0.20.2", "0.22.1", "0.26.0"): "Kimi runs on V1 there unless one asks"},
     ),
     "facts": Scenario(
         "what check knows of this vLLM from its source is what its own parser has, and both read "

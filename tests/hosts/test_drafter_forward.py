@@ -28,7 +28,7 @@ from .conftest import Offline, expected_counts
 from .matrix import scenario
 from .test_drafters import joined
 
-pytestmark = scenario("drafter forward")
+FORWARD = scenario("drafter forward")
 PROBE = Path(__file__).with_name("forward_probe.py")
 NAMES = sorted(variants.VARIANTS)
 TOKENS = 18  # The interpreter takes its time.
@@ -93,23 +93,27 @@ def agree(got: Outcome, wanted: Outcome, keys: tuple[str, ...], tokens: int = TO
 
 
 @pytest.mark.parametrize("name", NAMES)
+@FORWARD
 def test_it_is_the_release_s_own_pass(outcome: Outcome) -> None:
     agree(outcome["ours"], outcome["stock"], ("combined", "for_head", "for_next"))
     assert outcome["facts"][:3] == [outcome["widths"][1], outcome["widths"][0], 1]
 
 
 @pytest.mark.parametrize("name", NAMES)
+@FORWARD
 def test_embeddings_in_place_of_ids(outcome: Outcome) -> None:
     agree(outcome["embeds"], outcome["stock"], ("for_head", "for_next"))
 
 
 @pytest.mark.parametrize("name", NAMES)
+@FORWARD
 def test_by_the_paged_kernels(outcome: Outcome) -> None:
     tokens = len(outcome["paged"]["for_head"])
     agree(outcome["paged"], outcome["stock"], ("for_head", "for_next"), tokens)
 
 
 @pytest.mark.parametrize("name", NAMES)
+@FORWARD
 def test_the_greedy_token(outcome: Outcome) -> None:
     if outcome["ids"] is None:
         pytest.skip("it has no head of its own, and the target is not loaded here")
@@ -118,6 +122,7 @@ def test_the_greedy_token(outcome: Outcome) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
+@FORWARD
 def test_it_is_what_the_reference_computes(
     name: str, outcome: Outcome, target: Target, tmp_path: Path
 ) -> None:
@@ -132,11 +137,13 @@ def test_it_is_what_the_reference_computes(
 
 
 @pytest.mark.parametrize("name", NAMES)
+@FORWARD
 def test_a_position_limit(outcome: Outcome) -> None:
     assert outcome["clamped"]
 
 
 @pytest.mark.parametrize("name", NAMES)
+@FORWARD
 def test_the_class_of_the_v2_runner(outcome: Outcome) -> None:
     fused = outcome["fused"]
     agree(fused, outcome["stock"], ("combined", "for_head", "for_next"))
@@ -154,7 +161,7 @@ DRAFTERS = [
 ]
 
 
-@scenario("v2 runner")
+@scenario("drafter forward: V2 runner")
 @pytest.mark.parametrize("drafter", DRAFTERS)
 def test_in_an_engine_on_the_v2_runner(
     offline: Offline, expected: dict[str, Any], drafter: Path

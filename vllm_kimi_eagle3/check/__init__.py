@@ -17,7 +17,18 @@ from vllm_kimi_eagle3.checkpoint.errors import quoted
 from vllm_kimi_eagle3.findings import Finding
 from vllm_kimi_eagle3.host import Host, find_host
 
-from . import attention, cost, drafter, host, memory, path, run, spelling, target
+from . import (
+    attention,
+    cost,
+    drafter,
+    host,
+    memory,
+    path,
+    plugin_drafting,
+    run,
+    spelling,
+    target,
+)
 from .command import parse
 from .facts import Facts, facts_for, facts_of
 from .gpus import find_gpus
@@ -36,6 +47,7 @@ CHECKS: tuple[Check, ...] = (
     path.findings,
     run.findings,
     attention.findings,
+    plugin_drafting.findings,
     memory.findings,
     cost.findings,
 )

@@ -20,7 +20,13 @@ from vllm_kimi_eagle3.kernels.arch import KIB, arch
 
 from .attention import Choice, Choices, choices, decode_queries
 from .memory import kv_cache
-from .run import NUM_SPECULATIVE_TOKENS, asks_for_eagle3, graph_mode, num_speculative_tokens
+from .run import (
+    NUM_SPECULATIVE_TOKENS,
+    asks_for_eagle3,
+    drafter_parallel,
+    graph_mode,
+    num_speculative_tokens,
+)
 from .runner import runner_of
 from .subject import GIB, Subject
 from .target import quantization_of
@@ -206,7 +212,7 @@ def work_of(subject: Subject, found: Choices, gpu: Machine) -> Work | None:
     backend = found.target.backend
     if tally is None or in_16_bits is None or backend is None or subject.shape is None:
         return None
-    parallel = Parallel.of(subject.command, facts)
+    parallel, drafts = Parallel.of(subject.command, facts), drafter_parallel(subject)
     chosen, routed = text.get("num_experts_per_tok"), max(tally.num_experts, 1)
     share = min(1.0, chosen / routed) if type(chosen) is int and chosen > 0 else 1.0
     layers, tensor = subject.shape.num_layers, parallel.tensor
@@ -221,7 +227,7 @@ def work_of(subject: Subject, found: Choices, gpu: Machine) -> Work | None:
     experts, other = on_a_rank(tally)
     experts_16, other_16 = on_a_rank(in_16_bits)
     draft = {
-        name: math.prod(wanted.shape) * 2 / drafter_ranks(name, parallel)
+        name: math.prod(wanted.shape) * 2 / drafter_ranks(name, drafts)
         for name, wanted in expected_tensors(pair.expected).items()
         if "embed_tokens" not in name and name not in ("d2t", "t2d")
     }

@@ -27,7 +27,14 @@ from .attention import cache_runs, choices
 from .kv_cache import BLOCK_SIZE, element_bytes, mla_disabled, of_drafter, of_target, stored_as
 from .length import longest_request
 from .plugin_attention import BACKEND, heads, query_len
-from .run import SMALL_BATCH, batch_limits, sizes_that_divide
+from .run import (
+    REPLICATED,
+    SMALL_BATCH,
+    batch_limits,
+    drafter_parallel,
+    is_replicated,
+    sizes_that_divide,
+)
 from .subject import GIB, Subject
 from .weights import Parallel, drafter_ranks
 
@@ -155,6 +162,8 @@ def findings(subject: Subject) -> Iterator[Finding]:
             yield _too_long(subject, p, p.length)
         elif not p.fits(p.length):
             yield _tight(subject, p, p.length)
+    if is_replicated(subject) and p.drafter:
+        yield _replicated(subject, p)
     yield Finding("memory-summary", _summary(subject, p), evidence=_evidence(subject, p))
 
 
@@ -201,12 +210,16 @@ def drafter_bytes(subject: Subject) -> tuple[int, str]:
         wants = expected_tensors(subject.pair.expected)
         sizes = {name: 2 * math.prod(want.shape) for name, want in wants.items()}
     taken = {TENSORS[part] for part in shared} | {"d2t", "t2d"}
-    parallel = Parallel.of(subject.command, subject.facts)
+    parallel = drafter_parallel(subject)
     total = sum(
         size / drafter_ranks(name, parallel)
         for name, size in sizes.items()
         if name.removeprefix("model.") not in taken
     )
+    if is_replicated(subject):
+        # Whole copies of what the target has in parts.
+        expected = subject.pair.expected
+        total += 2 * expected.vocab_size * expected.hidden_size * len(shared)
     return math.ceil(total), " and ".join(shared)
 
 
@@ -216,7 +229,7 @@ def kv_cache(subject: Subject) -> Cache | None:
     latent, rope = _positive(text, "kv_lora_rank"), _positive(text, "qk_rope_head_dim")
     if shape is None or latent is None or rope is None:
         return None
-    parallel = Parallel.of(subject.command, subject.facts)
+    parallel, drafts = Parallel.of(subject.command, subject.facts), drafter_parallel(subject)
     dtype = stored_as(of_target(subject), subject)
     size = element_bytes(dtype)
     drafter = 0.0
@@ -226,7 +239,7 @@ def kv_cache(subject: Subject) -> Cache | None:
         if pair.attention == "mla":
             width = e.kv_lora_rank + e.qk_rope_head_dim
         else:
-            width = 2 * max(1, math.ceil(e.num_kv_heads / parallel.tensor)) * e.head_dim
+            width = 2 * max(1, math.ceil(e.num_kv_heads / drafts.tensor)) * e.head_dim
         drafter = e.num_layers * width * draft_size
     # Every tensor-parallel rank holds the latent of all heads, and each stage that of its layers.
     target = shape.num_layers * (latent + rope) * size / parallel.pipeline
@@ -292,6 +305,8 @@ def attention_workspace(subject: Subject, requests: int | None = None) -> int:
     requests = min(requests or most, 2**20)
     if all(backend.plugin for backend in triton):
         block = query_len(subject)
+        if is_replicated(subject) and subject.pair is not None and subject.pair.attention == "mla":
+            rows = max(rows, subject.pair.expected.num_heads)  # They share the scratch.
         return 4 * workspace_numel(
             max_batch=max_batch(requests, batched_tokens, heads=rows, query_len=block),
             query_len=block,
@@ -399,6 +414,24 @@ def _tight(subject: Subject, p: Plan, length: int) -> Finding:
         f"{_gib(p.reserve)} for these{_and_workspace(p)}, {p.tokens(p.left):,} tokens fit",
         _shorter(subject, p, length),
         _evidence(subject, p),
+    )
+
+
+def _replicated(subject: Subject, p: Plan) -> Finding:
+    key = "draft_tensor_parallel_size"
+    split = replace(subject, patches={**subject.patches, REPLICATED: False})
+    weights, cache = drafter_bytes(split)[0], kv_cache(split)
+    assert cache is not None  # There is one for the command as it stands.
+    ranks = Parallel.of(subject.command, subject.facts).tensor
+    token = f"{_kib(p.cache.drafter)} of KV cache a token"
+    if cache.drafter != p.cache.drafter:
+        token += f" in place of {_kib(cache.drafter)}"
+    copies = f", copies of the target's {p.shared} among them," if p.shared else ""
+    return Finding(
+        "memory-replicated-drafter",
+        f'"{key}": 1 has the drafter whole on each of {ranks} ranks: {_gib(p.drafter)} a rank'
+        f"{copies} in place of {_gib(weights)}, and {token}",
+        evidence=Evidence(key=f'"{key}" in --speculative-config', value="1"),
     )
 
 

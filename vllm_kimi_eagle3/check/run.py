@@ -16,7 +16,13 @@ from vllm_kimi_eagle3.checkpoint.aux_layers import default_layers
 from vllm_kimi_eagle3.checkpoint.drafter import attention_of
 from vllm_kimi_eagle3.findings import Evidence, Finding, Severity
 from vllm_kimi_eagle3.host import V2_RUNNER_SINCE, V2_RUNNER_SWITCH, asked_for_v2
-from vllm_kimi_eagle3.limits import Attention, Run, last_rank_start, limits
+from vllm_kimi_eagle3.limits import (
+    Attention,
+    Run,
+    context_parallel_flag,
+    last_rank_start,
+    limits,
+)
 
 from . import command_flags
 from .facts import Facts
@@ -27,6 +33,8 @@ from .spelling import is_eagle3, is_true
 from .subject import GIB, Subject
 from .weights import Parallel
 
+REPLICATED = "replicated-drafter"
+"""The patch that makes a ``draft_tensor_parallel_size`` of 1 true."""
 NUM_SPECULATIVE_TOKENS = '"num_speculative_tokens" in --speculative-config'
 
 # CudaPlatformBase.check_and_update_config: up to 0.17 it writes FLASHINFER_MLA into the whole
@@ -106,6 +114,29 @@ def drafter_attention(subject: Subject) -> Attention | None:
     return None if config is None else attention_of(config)
 
 
+def is_replicated(subject: Subject) -> bool:
+    """True if the drafter is whole on each of several ranks (``drafting/replicated.py``)."""
+    command, size = subject.command, _draft_tensor_parallel_size(subject)
+    parallel = Parallel.of(command, subject.facts)
+    prefill = command.integer("prefill-context-parallel-size") or 1
+    return (
+        size == 1
+        and parallel.tensor > 1
+        and context_parallel_flag(parallel.decode_context, prefill) is None
+        and subject.patches.get(REPLICATED) is True
+    )
+
+
+def drafter_parallel(subject: Subject) -> Parallel:
+    """The ranks as far as the drafter is spread over them."""
+    parallel = Parallel.of(subject.command, subject.facts)
+    return replace(parallel, tensor=1) if is_replicated(subject) else parallel
+
+
+def _draft_tensor_parallel_size(subject: Subject) -> int | None:
+    return _positive((subject.command.speculative or {}).get("draft_tensor_parallel_size"))
+
+
 def _on_v1(subject: Subject, facts: Facts) -> bool:
     return runner_of(subject.command, facts, subject.environ) == "V1"
 
@@ -175,7 +206,9 @@ def limits_run(subject: Subject, facts: Facts, attention: Attention) -> Run:
         decode_context_parallel_size=parallel.decode_context,
         attention_backend="FLASHINFER_MLA" if by_vllm else backend,
         draft_attention_backend=_backend_name(speculative.get("attention_backend")),
-        draft_tensor_parallel_size=_positive(speculative.get("draft_tensor_parallel_size")),
+        prefill_context_parallel_size=command.integer("prefill-context-parallel-size") or 1,
+        draft_tensor_parallel_size=_draft_tensor_parallel_size(subject),
+        replicated=is_replicated(subject),
         num_speculative_tokens=num_speculative_tokens(subject),
         drafter_kv_heads=_count(config, "num_key_value_heads")
         or _count(config, "num_attention_heads"),
@@ -303,7 +336,7 @@ def _spread_heads(subject: Subject) -> Iterator[tuple[str, str, int, bool]]:
     lie on several ranks (KV heads of ``LlamaAttention``)."""
     if (heads := _count(subject.target_text, "num_attention_heads")) is not None:
         yield "target", "attention heads", heads, False
-    if subject.pair is None:
+    if subject.pair is None or is_replicated(subject):
         return
     expected = subject.pair.expected
     yield "drafter", "attention heads", expected.num_heads, False

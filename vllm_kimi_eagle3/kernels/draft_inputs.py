@@ -112,8 +112,10 @@ def _draft_inputs(
             row = token
         else:
             row = tl.load(token_ids + token).to(tl.int64)
+        # A bound and no scalar in the mask, which Triton 3.9's interpreter does not take there.
         there = (row >= 0) & (row < rows)
-        x = tl.load(source + row * stride_source + cols, mask=mask & there, other=0.0)
+        bound = tl.where(there, WIDTH, 0)
+        x = tl.load(source + row * stride_source + cols, mask=cols < bound, other=0.0)
         y = tl.where(there, rms_normed(x, input_weight, eps, WIDTH), 0.0)
         tl.store(to + cols, y.to(out.dtype.element_ty), mask=mask)
     else:

@@ -263,13 +263,15 @@ def _mla_latents(
         tl.store(key + first, a, mask=pair_mask)
         tl.store(key + second, b, mask=pair_mask)
         if slots is not None:
-            used = slot >= 0
+            # No scalar in the masks: Triton 3.9's interpreter does not take one there.
+            put = cols < tl.where(slot >= 0, RANK, 0)
+            put_pairs = pairs < tl.where(slot >= 0, HALF, 0)
             held = kv_cache.dtype.element_ty
             to = kv_cache + slot // PAGE * stride_block + slot % PAGE * stride_token
-            tl.store(to + cols, cache_value(x, kv_scale, held), mask=mask & used)
+            tl.store(to + cols, cache_value(x, kv_scale, held), mask=put)
             to = to + RANK
-            tl.store(to + first, cache_value(a, kv_scale, held), mask=pair_mask & used)
-            tl.store(to + second, cache_value(b, kv_scale, held), mask=pair_mask & used)
+            tl.store(to + first, cache_value(a, kv_scale, held), mask=put_pairs)
+            tl.store(to + second, cache_value(b, kv_scale, held), mask=put_pairs)
 
 
 @triton.jit(do_not_specialize=["limit"], do_not_specialize_on_alignment=["positions"])

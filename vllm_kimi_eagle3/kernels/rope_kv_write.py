@@ -229,7 +229,8 @@ def _rope_kv_write(
                 keys, there, cos_sin, position, limit, stride_cos_sin, HALF, NEOX, BLOCK_HALF
             )
 
-            used = slot >= 0
+            # No scalar in the mask: Triton 3.9's interpreter does not take one there.
+            put = (head < tl.where(slot >= 0, KV_HEADS, 0))[:, None]
             block = slot // PAGE
             offset = slot % PAGE
             far = head.to(tl.int64)
@@ -241,10 +242,10 @@ def _rope_kv_write(
             v_type = v_cache.dtype.element_ty
             pairs = tl.arange(0, BLOCK_HALF)
             first, second = pair_columns(pairs, HALF, NEOX)
-            pair_mask = there[:, None] & (pairs < HALF)[None, :] & used
+            pair_mask = put & (pairs < HALF)[None, :]
             tl.store(k_to + first[None, :], cache_value(a, k_scale, k_type), mask=pair_mask)
             tl.store(k_to + second[None, :], cache_value(b, k_scale, k_type), mask=pair_mask)
             if 2 * HALF < HEAD_DIM:
                 k_rest = cache_value(k_rest, k_scale, k_type)
-                tl.store(k_to + rest[None, :], k_rest, mask=rest_mask & used)
-            tl.store(v_to + cols[None, :], cache_value(v, v_scale, v_type), mask=mask & used)
+                tl.store(k_to + rest[None, :], k_rest, mask=rest_mask & put)
+            tl.store(v_to + cols[None, :], cache_value(v, v_scale, v_type), mask=mask & put)

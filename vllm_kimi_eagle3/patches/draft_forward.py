@@ -12,6 +12,7 @@ from . import hooks
 from .base import Patch, Undo, all_of, wrap_method, wrapped_by
 
 _ID = "draft-forward"
+_CONFIG = "vllm.config.vllm"
 _SPECULATOR = "vllm.v1.worker.gpu.spec_decode.speculator"
 _TARGET = f"{_SPECULATOR}:DraftModelSpeculator.sample_draft"
 _MODELS = "vllm.model_executor.models"
@@ -22,7 +23,10 @@ _OURS = ("vllm.model_executor.models.", "vllm_kimi_eagle3.")
 
 
 def _open_in(sources: Sources) -> bool:
-    return sources.node(_TARGET) is not None
+    config = sources.module(_CONFIG)
+    # Up to 0.28 a list says which architectures run on V2, and no Kimi is in it.
+    by_list = config is not None and "DEFAULT_V2_MODEL_RUNNER_ARCHITECTURES" in config[0]
+    return sources.node(_TARGET) is not None and not by_list
 
 
 def _route(cls: type, architecture: str, model_config: Any) -> type:
@@ -99,7 +103,7 @@ PATCH = Patch(
         Symbol(_TARGET),
         # What it does where no logits are needed.
         Symbol(f"{_SPECULATOR}:DraftModelSpeculator._greedy_sample_draft", "body", before="0.30"),
-        Symbol("vllm.config.vllm:get_current_vllm_config_or_none", "body"),
+        Symbol(f"{_CONFIG}:get_current_vllm_config_or_none", "body"),
         Symbol("vllm.forward_context:ForwardContext", "present"),
         Symbol("vllm.forward_context:is_forward_context_available", "body"),
         # What the forward pass does in their place.
@@ -127,4 +131,5 @@ PATCH = Patch(
     open_in=_open_in,
     install=_install,
     verify=_verify,
+    convenience=True,
 )

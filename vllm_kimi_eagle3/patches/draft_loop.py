@@ -119,4 +119,5 @@ PATCH = Patch(
     open_in=_open_in,
     install=_install,
     verify=_verify,
+    convenience=True,
 )

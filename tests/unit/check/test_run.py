@@ -17,6 +17,8 @@ from vllm_kimi_eagle3.host import SUPPORTED, V2_RUNNER_SWITCH
 
 from .subjects import A100, B200, H200, ids, only, releases, subject
 
+REPLICATED_ON = {"replicated-drafter": True}
+
 
 def said(*args: Any, **kwargs: Any) -> list[str]:
     return ids(findings(subject(*args, **kwargs)))
@@ -47,6 +49,10 @@ def test_limits_are_read_from_the_command() -> None:
     assert said("0.29.0", "-tp", "8", "-dcp", "8", drafter="mla") == []
     one = {"draft_tensor_parallel_size": 1}
     assert said("0.26.0", "-tp", "8", speculative=one) == ["run-draft-tensor-parallel"]
+    assert said("0.26.0", "-tp", "8", speculative=one, patches=REPLICATED_ON) == []
+    dcp = ("-dcp", "8")
+    both = said("0.26.0", "-tp", "8", *dcp, drafter="mla", speculative=one, patches=REPLICATED_ON)
+    assert "run-draft-tensor-parallel" in both
     backend = ("--attention-backend", "TRITON_MLA")
     assert said("0.20.2", *backend, drafter="llama") == ["run-draft-backend"]
     own = {"attention_backend": "FLASH_ATTN"}
