@@ -20,6 +20,7 @@ from vllm_kimi_eagle3.kernels.arch import KIB, arch
 
 from .attention import Choice, Choices, choices, decode_queries
 from .memory import kv_cache
+from .plugin_drafting import LOOP, why_stock
 from .run import (
     NUM_SPECULATIVE_TOKENS,
     asks_for_eagle3,
@@ -60,6 +61,10 @@ _LAYER_PCIE, _LAYER_NVLINK = 125e-6, 45e-6
 _PIECEWISE, _PREFILL, _EAGER = 50e-6, 100e-6, 200e-6
 # Seconds a step and a draft step with the V1 runner (an H200, vLLM 0.26), and as reckoned for V2.
 _DRAFTING = {"V1": (1.3e-3, 0.65e-3), "V2": (0.5e-3, 0.3e-3)}
+# The same with the plugin's loop, beside what it reads: three drafts take 0.7 ms beside 61 layers,
+# and a draft step 0.17 ms, of which 0.12 ms are reading (benchmarks/results: step_time.jsonl,
+# draft_step.jsonl).
+_PLUGIN_LOOP = (0.2e-3, 0.05e-3)
 
 _SHORT, _LONG = 1_000, 32_000
 _MOST = 1024
@@ -261,8 +266,14 @@ def work_of(subject: Subject, found: Choices, gpu: Machine) -> Work | None:
         verify_cache_share=share_verify,
         layer_seconds=layer + eager,
         verify_layer_seconds=layer + eager + pieces + (_PREFILL if verify == "prefill" else 0),
-        drafting=_DRAFTING[runner_of(subject.command, facts, subject.environ)],
+        drafting=_drafting(runner_of(subject.command, facts, subject.environ), subject),
     )
+
+
+def _drafting(runner: str, subject: Subject) -> tuple[float, float]:
+    if runner == "V1" and why_stock(subject, LOOP) is None:
+        return _PLUGIN_LOOP
+    return _DRAFTING[runner]
 
 
 def _cache_shares(
