@@ -9,6 +9,7 @@ can advance them inside one CUDA graph.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -168,7 +169,8 @@ class PagedAttend:
         query_len: tokens of each request.
         workspace: float32, of at least :meth:`workspace_numel`; filled with zeros here, as the
             kernels leave what they count with.
-        max_batch: of the batches that share the workspace; B if None.
+        max_batch: the requests that the workspace serves at once, B if None; of more, some are
+            computed after others.
 
     Raises:
         Unsupported: MLA whose ``kv_b_proj`` cannot be absorbed.
@@ -297,20 +299,31 @@ class PagedAttend:
             v_scale=caches.v_scale,
             page_size=caches.page_size,
         )
-        out = mha_decode(
-            q,
-            caches.k,
-            caches.v,
-            self.block_table,
-            self.seq_lens,
-            scale=facts.scale,
-            query_len=self.query_len,
-            workspace=self.workspace,
-            k_scale=caches.k_scale,
-            v_scale=caches.v_scale,
-            max_batch=self.max_batch,
-        )
+        out = q.new_empty(q.shape)
+        for some, rows in self._in_turn():
+            mha_decode(
+                q[rows],
+                caches.k,
+                caches.v,
+                self.block_table[some],
+                self.seq_lens[some],
+                scale=facts.scale,
+                query_len=self.query_len,
+                workspace=self.workspace,
+                out=out[rows],
+                k_scale=caches.k_scale,
+                v_scale=caches.v_scale,
+                max_batch=self.max_batch,
+            )
         return out.flatten(1)
+
+    def _in_turn(self) -> Iterator[tuple[slice, slice]]:
+        """The requests of each call of attention, and their rows."""
+        batch = self.seq_lens.shape[0]
+        step = self.max_batch or max(batch, 1)
+        for first in range(0, batch, step):
+            stop = min(first + step, batch)
+            yield slice(first, stop), slice(first * self.query_len, stop * self.query_len)
 
     def _latent(self, positions: torch.Tensor, projected: torch.Tensor) -> torch.Tensor:
         from vllm_kimi_eagle3.kernels.head_products import head_products
@@ -349,17 +362,21 @@ class PagedAttend:
             position_limit=facts.position_limit,
             neox=facts.neox,
         )
-        out, _ = mla_decode(
-            (head_products(q_nope, w_uk), q_pe),
-            caches.k,
-            self.block_table,
-            self.seq_lens,
-            scale=facts.scale,
-            query_len=self.query_len,
-            workspace=self.workspace,
-            kv_scale=caches.k_scale,
-            max_batch=self.max_batch,
-        )
+        q_latent = head_products(q_nope, w_uk)
+        out = q_latent.new_empty(q_latent.shape)
+        for some, rows in self._in_turn():
+            mla_decode(
+                (q_latent[rows], q_pe[rows]),
+                caches.k,
+                self.block_table[some],
+                self.seq_lens[some],
+                scale=facts.scale,
+                query_len=self.query_len,
+                workspace=self.workspace,
+                out=out[rows],
+                kv_scale=caches.k_scale,
+                max_batch=self.max_batch,
+            )
         return head_products(out, w_uv).flatten(1)
 
 

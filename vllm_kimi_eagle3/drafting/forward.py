@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from .ranks import set_on_every_rank
 from .weights import AttentionFacts, Head, Product, Unsupported, Weights, read_weights
 
 __all__ = ["Attend", "DraftForward", "Unsupported"]
@@ -175,38 +176,69 @@ class DraftForward:
     def tune(self, rows: Sequence[int]) -> str:
         """Choose, by product and number of rows, what computes it: the library or a kernel.
 
-        Measures on the device, for a second or two; to be called before a graph is captured. No
-        choice changes a collective, so ranks may choose differently.
+        Measures on the device, for a second or two; to be called before a graph is captured, and
+        on every rank: what is not ahead on all of them is the library's. Ranks that each have the
+        whole drafter must round alike, or they would draft other tokens.
 
         Args:
             rows: the numbers of rows that will be used: of a pass, and of the head.
 
         Returns:
             A line for the log.
+
+        Raises:
+            Unsupported: another rank could not measure.
         """
         rows = sorted({n for n in rows if n > 0})
         if self.device.type != "cuda" or not rows:
             return "products by the library"
+        products = self.weights.products
+        chosen: list[frozenset[int]] = [frozenset()] * (len(products) + 1)
+        fault: Exception | None = None
+        try:
+            chosen = self._measured(rows)
+        except Exception as error:  # The other ranks wait for an answer.
+            fault = error
+        flags = set_on_every_rank([fault is None, *(n in own for own in chosen for n in rows)])
+        if fault is not None:
+            raise fault
+        if not flags[0]:
+            raise Unsupported("another rank could not measure its products")
+        kernels = []
+        for index, name in enumerate([*(product.name for product in products), "head"]):
+            some = flags[1 + index * len(rows) :][: len(rows)]
+            own = frozenset(n for n, on_all in zip(rows, some, strict=True) if on_all)
+            if index < len(products):
+                products[index].skinny = own
+            else:
+                self._by_library = frozenset(rows) - own
+            if own:
+                kernels.append(f"{name} {_spans(rows, own)}")
+        if not kernels:
+            return "products by the library"
+        return "skinny products by kernels, by rows: " + ", ".join(kernels)
+
+    def _measured(self, rows: Sequence[int]) -> list[frozenset[int]]:
+        """For each product, and then the head, the numbers of rows for which a kernel is ahead."""
         from vllm_kimi_eagle3.kernels.skinny_gemm import workspace_for
 
         if self._workspace is None:
             self._workspace = workspace_for(self.device)
         clock = _Clock(self.device)
         self._by_library = frozenset()
-        kernels = []
+        chosen = []
         with torch.inference_mode():
             for product in self.weights.products:
                 product.workspace = self._workspace
-                product.skinny = self._best_by_skinny(product, rows, clock)
-                if product.skinny:
-                    kernels.append(f"{product.name} {_spans(rows, product.skinny)}")
-            if self.weights.head.weight is not None:
-                self._by_library = frozenset(n for n in rows if self._library_is_ahead(n, clock))
-                if own := frozenset(rows) - self._by_library:
-                    kernels.append(f"head {_spans(rows, own)}")
-        if not kernels:
-            return "products by the library"
-        return "skinny products by kernels, by rows: " + ", ".join(kernels)
+                chosen.append(self._best_by_skinny(product, rows, clock))
+            head = self.weights.head
+            if head.weight is None:
+                chosen.append(frozenset())
+            elif head.rows == 0:  # No product at all: for the others to say.
+                chosen.append(frozenset(rows))
+            else:
+                chosen.append(frozenset(n for n in rows if not self._library_is_ahead(n, clock)))
+        return chosen
 
     def _local_keys(self, for_head: torch.Tensor) -> torch.Tensor:
         head, batch = self.weights.head, for_head.shape[0]

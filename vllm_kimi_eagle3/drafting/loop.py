@@ -18,6 +18,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -34,7 +35,8 @@ from vllm_kimi_eagle3.pair import decisions_of
 
 from .attend import PagedAttend, PagedCaches, paged_caches
 from .forward import DraftForward
-from .plan import DraftPlan, buckets_of, is_for, plan_of
+from .plan import buckets_of, is_for, plan_or_stock
+from .ranks import first_rank, on_every_rank
 from .weights import AttentionFacts, Unsupported
 
 __all__ = ["Call", "DraftLoop", "Signature", "capture", "propose"]
@@ -45,7 +47,8 @@ WHOLE, TAIL, STOCK = "whole", "tail", "stock"
 
 Stock = Callable[..., torch.Tensor]
 
-# Bytes for partial results of attention; what needs more is computed in several calls.
+# Bytes for partial results of attention; a batch that needs more is several calls, of so many
+# requests each.
 _SCRATCH = 128 * 1024**2
 _BATCH_STEP = 16
 _WARM_UPS = 1
@@ -145,6 +148,7 @@ class DraftLoop:
         drafts: k, drafts of a proposal.
         buckets: batches for which there are graphs, in ascending order.
         graphs: CUDA graphs by act and bucket; none before :meth:`capture`.
+        runner: whose graphs have the same memory; set with :attr:`graphs`.
     """
 
     def __init__(
@@ -172,6 +176,7 @@ class DraftLoop:
         self.drafts: int = proposer.speculative_config.num_speculative_tokens
         self.buckets = buckets
         self.graphs: dict[tuple[str, int], Any] = {}
+        self.runner: Any = None
         self._caches = caches
         self._max_model_len = max_model_len
         self._query_len = self.drafts + 1
@@ -333,6 +338,10 @@ class DraftLoop:
             self.proposer, "_enable_probabilistic_draft_probs", False
         ):
             return STOCK, "drafts are sampled"
+        # They are computed after the drafts, from hidden states that a graph of the target may have
+        # left in the pool which these graphs use too.
+        if getattr(self.runner, "num_prompt_logprobs", None):
+            return STOCK, "logprobs of a prompt are asked for"
         if _cache_address(self.forward.attention.layer) != self._cache_address:
             return STOCK, "the KV cache is another than at the start"
         if batch == 0 or call.next_token_ids.shape[0] != batch or call.target_positions.dim() != 1:
@@ -563,29 +572,23 @@ def capture(runner: Any) -> int:
         Bytes of GPU memory that it took; 0 where stock serves.
     """
     proposer = getattr(runner, "drafter", None)
-    plan = _plan(runner.vllm_config)
+    plan = plan_or_stock(runner.vllm_config)
     if proposer is None or not plan.loop or not plan.graphs or _STATE in proposer.__dict__:
         return 0
-    from vllm.distributed.parallel_state import graph_capture
-    from vllm.platforms import current_platform
-
     started = time.perf_counter()
     # Of this process alone: what the device has free changes with others beside it.
     torch.cuda.empty_cache()
     reserved = torch.cuda.memory_reserved()
 
-    def make() -> DraftLoop:
-        loop = DraftLoop.of(proposer)
-        with graph_capture(device=runner.device):
-            loop.capture(current_platform.get_global_graph_pool())
-        return loop
-
-    loop = _made(make)
+    # Before the first collective, in which ranks that have a loop would wait for one that has none.
+    loop = _made(lambda: DraftLoop.of(proposer))
+    if loop is not None:
+        loop = _made(partial(_captured, loop, runner))
     proposer.__dict__[_STATE] = loop
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
     taken = max(0, int(torch.cuda.memory_reserved() - reserved))
-    if loop is not None and _first_rank():
+    if loop is not None and first_rank():
         logger.info(
             "vllm-kimi-eagle3: drafting: the plugin's loop serves: %d CUDA graphs for up to %d "
             "requests, %.1f s, %d MiB",
@@ -597,14 +600,24 @@ def capture(runner: Any) -> int:
     return taken
 
 
+def _captured(loop: DraftLoop, runner: Any) -> DraftLoop:
+    from vllm.distributed.parallel_state import graph_capture
+    from vllm.platforms import current_platform
+
+    with graph_capture(device=runner.device):
+        loop.capture(current_platform.get_global_graph_pool())
+    loop.runner = runner
+    return loop
+
+
 _UNKNOWN = object()
 
 
 def _without_graphs(proposer: Any) -> DraftLoop | None:
     """The loop at the first proposal, of a server that captures no graphs."""
-    plan = _plan(proposer.vllm_config)
+    plan = plan_or_stock(proposer.vllm_config)
     loop = None
-    speaks = is_for(proposer.vllm_config) and _first_rank()
+    speaks = is_for(proposer.vllm_config) and first_rank()
     if plan.stock:
         if speaks:
             logger.info("vllm-kimi-eagle3: drafting: vLLM's own loop serves: %s", plan.stock)
@@ -625,14 +638,6 @@ def _without_graphs(proposer: Any) -> DraftLoop | None:
     return loop
 
 
-def _plan(vllm_config: Any) -> DraftPlan:
-    try:
-        return plan_of(vllm_config)
-    except Exception as error:  # Whatever a release's configuration lacks must not stop a server.
-        logger.warning("vllm-kimi-eagle3: drafting: %s: %s", type(error).__name__, error)
-        return DraftPlan(loop=False, forward=False, stock="the configuration could not be read")
-
-
 def _made(make: Callable[[], DraftLoop]) -> DraftLoop | None:
     """What ``make`` returns if it does on every rank, else None and one line that says why."""
     loop, why, level = None, "", logging.INFO
@@ -644,8 +649,8 @@ def _made(make: Callable[[], DraftLoop]) -> DraftLoop | None:
         logger.debug("vllm-kimi-eagle3: drafting", exc_info=True)
         why, level = f"{type(error).__name__}: {error}", logging.WARNING
         _end_of_capture()
-    if not _on_every_rank(loop is not None):
-        if why or _first_rank():
+    if not on_every_rank(loop is not None):
+        if why or first_rank():
             why = why or "another rank cannot run the plugin's"
             logger.log(level, "vllm-kimi-eagle3: drafting: vLLM's own loop serves: %s", why)
         return None
@@ -664,24 +669,6 @@ def _end_of_capture() -> None:
             torch.zeros(1, device="cuda")
         finally:
             graph.capture_end()
-
-
-def _first_rank() -> bool:
-    from vllm.distributed.parallel_state import get_tp_group
-
-    return bool(get_tp_group().rank_in_group == 0)
-
-
-def _on_every_rank(done: bool) -> bool:
-    # A rank that drafted by another loop than the others would wait for their collectives.
-    from vllm.distributed.parallel_state import get_tp_group
-
-    group = get_tp_group()
-    if group.world_size == 1:
-        return done
-    flag = torch.tensor([int(done)], dtype=torch.int32)
-    torch.distributed.all_reduce(flag, op=torch.distributed.ReduceOp.MIN, group=group.cpu_group)
-    return bool(flag.item())
 
 
 @contextlib.contextmanager

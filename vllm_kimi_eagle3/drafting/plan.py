@@ -2,8 +2,8 @@
 """What serves a pair's proposals of drafts, decided from vLLM's configuration alone.
 
 Ranks have to agree on it, because each way has its own collectives, and it is asked in several
-places, so each asks :func:`plan_of`. What only the loaded drafter or the batch at hand can say
-(`loop.py`, `forward.py`) comes on top.
+places, so each asks :func:`plan_or_stock`. What only the loaded drafter or the batch at hand can
+say (`loop.py`, `forward.py`) comes on top.
 """
 
 from __future__ import annotations
@@ -14,7 +14,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from vllm_kimi_eagle3.host import asked_for_v2
+from vllm_kimi_eagle3.log import get_logger
 from vllm_kimi_eagle3.pair import DRAFTING_SETTING, decisions_of, settings_or_refuse
+
+logger = get_logger(__name__)
 
 NO_PAIR = "the model is no Kimi with an EAGLE-3 drafter"
 """Why stock serves any other model."""
@@ -68,6 +71,15 @@ def plan_of(vllm_config: Any) -> DraftPlan:
         return _stock(why)
     v2 = is_v2(vllm_config)
     return DraftPlan(loop=not v2, forward=v2, stock="", graphs=not eager, forced=forced)
+
+
+def plan_or_stock(vllm_config: Any) -> DraftPlan:
+    """As :func:`plan_of`, but stock where the configuration cannot be read."""
+    try:
+        return plan_of(vllm_config)
+    except Exception as error:  # Whatever a release's configuration lacks must not stop a server.
+        logger.warning("vllm-kimi-eagle3: drafting: %s: %s", type(error).__name__, error)
+        return _stock("the configuration could not be read")
 
 
 def is_for(vllm_config: Any) -> bool:

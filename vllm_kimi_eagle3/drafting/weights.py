@@ -125,7 +125,7 @@ class Embedding:
     """The embedding, this rank's part.
 
     Attributes:
-        layer: the module; embeds ids ``[T]`` to ``[T, H]`` over all ranks.
+        layer: embeds ids ``[T]`` to ``[T, H]``, over all ranks that have a part of it.
         table: ``[rows, H]`` where this rank has the whole of it in the model's dtype, else None.
     """
 
@@ -494,8 +494,16 @@ def _applied(model: Any) -> frozenset[str]:
 
 def _embedding(layer: Any, dtype: torch.dtype) -> Embedding:
     _refuse_lora("embed_tokens", layer)
-    whole = getattr(layer, "tp_size", 1) == 1
-    return Embedding(layer, plain_weight(layer, dtype) if whole else None)
+    if getattr(layer, "tp_size", 1) > 1:
+        return Embedding(layer, None)
+
+    # Not the module's forward pass, which reduces over the target's ranks: of a replicated
+    # drafter each of them has the whole of it.
+    def embed(token_ids: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = layer.quant_method.embedding(layer, token_ids.long())
+        return result
+
+    return Embedding(embed, plain_weight(layer, dtype))
 
 
 def _head(model: Any, dtype: torch.dtype) -> Head:

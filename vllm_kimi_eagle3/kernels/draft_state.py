@@ -370,8 +370,8 @@ def next_step(
 
     As stock's ``eagle_step_slot_mapping_metadata_kernel``: the position grows by one, the slot is
     looked up, the length grows by one; past the length limit the position is 0, the slot -1 and
-    the length 1, and such a row stays so. A row of length 0 is padding and stays so, with
-    position 0 and slot -1.
+    the length 1. Such a row stays so, as up to 0.17; from 0.18 on stock's goes on from position 0
+    and writes there. A row of length 0 is padding and stays so, with position 0 and slot -1.
 
     Args:
         chosen: int64 ``[ranks, B]`` keys of ``head_argmax`` (the largest of a column decides), or

@@ -9,6 +9,7 @@ every pass before there is a KV cache.
 
 from __future__ import annotations
 
+import logging
 from functools import cache
 from typing import Any
 
@@ -19,7 +20,8 @@ from vllm.forward_context import get_forward_context, is_forward_context_availab
 
 from vllm_kimi_eagle3.drafting.attend import StockAttend, has_cache
 from vllm_kimi_eagle3.drafting.forward import DraftForward
-from vllm_kimi_eagle3.drafting.plan import DraftPlan, plan_of
+from vllm_kimi_eagle3.drafting.plan import DraftPlan, plan_or_stock
+from vllm_kimi_eagle3.drafting.ranks import first_rank, on_every_rank
 from vllm_kimi_eagle3.drafting.weights import Unsupported
 from vllm_kimi_eagle3.log import get_logger
 
@@ -40,7 +42,7 @@ class _Fused:
         scheduler, speculative = vllm_config.scheduler_config, vllm_config.speculative_config
         query_len = speculative.num_speculative_tokens + 1
         sizes = getattr(vllm_config.compilation_config, "cudagraph_capture_sizes", None) or ()
-        self._fused_plan: DraftPlan = plan_of(vllm_config)
+        self._fused_plan: DraftPlan = plan_or_stock(vllm_config)
         self._fused_most = scheduler.max_num_seqs * query_len
         self._fused_rows = sorted({n for n in (1, 2, 4, *sizes) if n <= self._fused_most})
         # Not modules' attributes: the weights in it have their owners.
@@ -134,27 +136,46 @@ class _Fused:
         if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
             return False
         state = self._fused_state
+        ours: DraftForward | None = None
         try:
             ours = DraftForward.of(self)
+        except Unsupported as error:
+            self._leave_to_stock(str(error))
+        except Exception:
+            self._leave_to_stock("a fault", exc_info=True)
+        # On all ranks or none: a token that is found without logits has a collective of its own.
+        if not on_every_rank(ours is not None):
+            if ours is not None:
+                self._leave_to_stock("another rank cannot run the plugin's")
+            return True
+        assert ours is not None
+        try:
             with torch.inference_mode():
                 tuned = ours.tune(self._fused_rows)
-        except Unsupported as error:
-            state["forward"] = None
-            logger.info("vllm-kimi-eagle3: drafting: vLLM's own drafter serves: %s", error)
-            return True
-        except Exception:
-            state["forward"] = None
-            logger.exception("vllm-kimi-eagle3: drafting: vLLM's own drafter serves, after a fault")
+        except Exception as error:  # On every rank: see `tune`.
+            fault = not isinstance(error, Unsupported)
+            self._leave_to_stock("a fault" if fault else str(error), exc_info=fault)
             return True
         state["attend"] = StockAttend(ours.attention)
         state["forward"] = ours
-        logger.info(
-            "vllm-kimi-eagle3: drafting: the drafter's passes of up to %d tokens run on the "
-            "plugin's kernels inside vLLM's graphs; %s",
-            self._fused_most,
-            tuned,
-        )
+        if first_rank():
+            logger.info(
+                "vllm-kimi-eagle3: drafting: the drafter's passes of up to %d tokens run on the "
+                "plugin's kernels inside vLLM's graphs; %s",
+                self._fused_most,
+                tuned,
+            )
         return True
+
+    def _leave_to_stock(self, why: str, *, exc_info: bool = False) -> None:
+        self._fused_state["forward"] = None
+        if exc_info or first_rank():
+            logger.log(
+                logging.ERROR if exc_info else logging.INFO,
+                "vllm-kimi-eagle3: drafting: vLLM's own drafter serves: %s",
+                why,
+                exc_info=exc_info,
+            )
 
 
 def _attention_layer(model: Any) -> Any:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import inspect
+from functools import cache
 from typing import Any
 
 from vllm_kimi_eagle3.contract import Sources, Symbol
@@ -38,15 +39,30 @@ def _route(cls: type, architecture: str, model_config: Any) -> type:
         return cls  # The user's own class, registered under the same name.
     from vllm.config import get_current_vllm_config_or_none
 
-    from vllm_kimi_eagle3.drafting.plan import is_for, plan_of
+    from vllm_kimi_eagle3.drafting.plan import is_for, is_v2, plan_or_stock
 
     # vLLM keeps a resolved class, so where nothing is known yet the class decides when it is made.
     config = get_current_vllm_config_or_none()
-    if config is not None and is_for(config) and not plan_of(config).forward:
+    if config is not None and is_for(config) and not (plan := plan_or_stock(config)).forward:
+        if is_v2(config):  # On V1 the loop says it.
+            _say(plan.stock)
         return cls
     from vllm_kimi_eagle3.models.fused_drafter import fused
 
     return fused(cls)
+
+
+@cache
+def _say(why: str) -> None:
+    from vllm_kimi_eagle3.drafting.ranks import first_rank
+    from vllm_kimi_eagle3.log import get_logger
+
+    try:
+        speaks = first_rank()
+    except AssertionError:  # A process without ranks.
+        return
+    if speaks:
+        get_logger(__name__).info("vllm-kimi-eagle3: drafting: vLLM's own drafter serves: %s", why)
 
 
 def _install_late() -> Undo:
@@ -104,6 +120,7 @@ PATCH = Patch(
         # What it does where no logits are needed.
         Symbol(f"{_SPECULATOR}:DraftModelSpeculator._greedy_sample_draft", "body", before="0.30"),
         Symbol(f"{_CONFIG}:get_current_vllm_config_or_none", "body"),
+        Symbol("vllm.distributed.parallel_state:get_tp_group"),
         Symbol("vllm.forward_context:ForwardContext", "present"),
         Symbol("vllm.forward_context:is_forward_context_available", "body"),
         # What the forward pass does in their place.
