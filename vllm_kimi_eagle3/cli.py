@@ -25,6 +25,8 @@ PROGRAM = "vllm-kimi-eagle3"
 EXIT_OK, EXIT_INCOMPLETE, EXIT_NO_HOST = 0, 1, 2
 # ``check`` was not used as it is meant (EX_USAGE of sysexits.h, since 2 is taken).
 EXIT_USAGE = 64
+# As a shell reports SIGINT.
+EXIT_INTERRUPTED = 130
 # The answer could not be written (EX_IOERR).
 EXIT_NOT_WRITTEN = 74
 
@@ -289,6 +291,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # A path may be in any script.
+    try:
+        return _main(words)
+    except KeyboardInterrupt:
+        # Begun on a line of its own: progress may stand on this one.
+        _complain(f"\n{PROGRAM}: interrupted")
+        return EXIT_INTERRUPTED
+
+
+def _main(words: Sequence[str]) -> int:
     if words and words[0] == "check":
         # Not argparse's: the line is vLLM's, with flags that this program does not know.
         return check(words[1:])

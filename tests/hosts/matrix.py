@@ -228,8 +228,8 @@ SCENARIOS = {
     ),
     "status": Scenario("`vllm-kimi-eagle3 status` says what is applied"),
     "diagnose": Scenario(
-        "`diagnose --url` calls a healthy server healthy and names what is wrong with a broken one; "
-        "each host has some of the cases",
+        "`diagnose --url` calls a healthy server healthy and names what is wrong with a broken "
+        "one; each host has some of the cases",
         {
             (
                 "0.15.1",

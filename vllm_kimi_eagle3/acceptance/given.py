@@ -27,7 +27,7 @@ class Given:
         k: drafts a step that the length is of; 0 if that was not said.
         source: in words.
         measured: it is from an earlier report of this program.
-        prompts: the digest of what that sent; "" if it does not say.
+        prompts: the digest of what that sent; "" if it only watched, or does not say.
     """
 
     rates: tuple[float, ...]
@@ -95,19 +95,21 @@ def _checked(numbers: list[float], what: str) -> tuple[float, ...]:
 
 def _file(path: Path, flag: str) -> Given:
     try:
-        if path.stat().st_size > _MAX_BYTES:
+        with path.open("rb") as file:
+            text = file.read(_MAX_BYTES + 1)
+        if len(text) > _MAX_BYTES:
             raise ValueError(f"{flag} {path} is larger than {_MAX_BYTES >> 20} MiB")
-        report: Any = json.loads(path.read_text(encoding="utf-8"))
+        report: Any = json.loads(text)
     except OSError as error:
         raise ValueError(
             f"{flag} {path} cannot be read: {error.strerror}; one takes {_FORMS}"
         ) from None
-    except (UnicodeError, RecursionError, json.JSONDecodeError):
+    except (UnicodeError, RecursionError, json.JSONDecodeError, OverflowError):
         raise ValueError(f"{flag} {path} is no JSON, as `diagnose --json` writes it") from None
     positions = report.get("positions") if isinstance(report, dict) else None
     try:
         numbers = [float(position["value"]) for position in positions or ()]
-    except (TypeError, KeyError, ValueError):
+    except (TypeError, KeyError, ValueError, OverflowError):
         numbers = []
     if not numbers:
         raise ValueError(f"{flag} {path} has no acceptance by position, as `diagnose --json` does")

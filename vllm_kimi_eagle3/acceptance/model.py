@@ -224,7 +224,11 @@ def acceptance(groups: Sequence[Counts]) -> Acceptance:
     lengths = [group.drafts + sum(group.accepted) for group in filled]
     half = quantile * _length_error(counts, lengths, drafts)
     value = counts.length
-    length = Estimate(value, max(1.0, value - half), min(k + 1.0, value + half))
+    low, high = max(1.0, value - half), min(k + 1.0, value + half)
+    if half == 0:  # All or none were accepted: nothing scatters, and that is no certainty.
+        low = 1 + sum(rate.low for rate in rates)
+        high = 1 + sum(rate.high for rate in rates)
+    length = Estimate(value, min(low, value), max(high, value))
     return Acceptance(counts, tuple(rates), tuple(conditional), length, tuple(effects), len(groups))
 
 

@@ -18,7 +18,18 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from .metrics import REQUESTS, RUNNING, Delta, Difference, Key, Page, add, difference, read_page
+from .metrics import (
+    MOST_SAID,
+    REQUESTS,
+    RUNNING,
+    Delta,
+    Difference,
+    Key,
+    Page,
+    add,
+    difference,
+    read_page,
+)
 from .server import Answer, Server, ServerError
 from .signature import Part
 
@@ -30,8 +41,12 @@ _SETTLES, _POLL = 3.0, 0.05
 # Of a context: the lengths that are tried, each twice the one before.
 SHORTEST = 512
 _HEADINGS = "Notes of the year {year}."
-_MOST_SAID = 20  # Of numbers that cannot be.
 _SPARE = 64  # Tokens of a chat template, at most.
+_MAX_BYTES = 64 << 20  # Of a file of prompts.
+# A character is never fewer tokens, whatever a server says that it tokenizes.
+_SPARSEST = 0.02
+# Tokens of others: more than so many, and than this part of one's own, beyond one's own.
+_STRAY_TOKENS, _STRAY_SHARE = 16, 0.1
 
 
 @dataclass(frozen=True)
@@ -58,7 +73,7 @@ class Record:
     Attributes:
         parts: by request, or by slice of time.
         engines: by engine, all of it.
-        foreign_requests: of others that ended meanwhile.
+        foreign_requests: of others, that ended meanwhile or got tokens.
         resets, impossible, missing: as of the pages' differences.
         refused: requests that the server refused, and how it said so.
         pages: that were read.
@@ -81,7 +96,7 @@ class Record:
             self.engines[key] = delta if have is None else add([have, delta])
         self.resets += [key for key in found.resets if key not in self.resets]
         for said in (*page.impossible, *found.impossible):
-            if said not in self.impossible and len(self.impossible) < _MOST_SAID:
+            if said not in self.impossible and len(self.impossible) < MOST_SAID:
                 self.impossible.append(said)
         self.missing = sorted({*self.missing, *found.missing})
 
@@ -135,7 +150,7 @@ def tokens_per_character(server: Server, model: str) -> float:
     """Of the shipped text on this model; a fourth where the server does not tokenize."""
     text = _shipped()["long"]["text"]
     tokens = server.tokenize(model, text)
-    return len(tokens) / len(text) if tokens else 0.25
+    return max(len(tokens) / len(text), _SPARSEST) if tokens else 0.25
 
 
 def read_prompts(path: Path) -> list[Prompt]:
@@ -146,7 +161,11 @@ def read_prompts(path: Path) -> list[Prompt]:
         ValueError: it has none; the message names the file and what is wrong.
     """
     try:
-        content = path.read_text(encoding="utf-8")
+        with path.open("rb") as file:
+            data = file.read(_MAX_BYTES + 1)
+        if len(data) > _MAX_BYTES:
+            raise ValueError(f"--prompts {path} is larger than {_MAX_BYTES >> 20} MiB")
+        content = data.decode("utf-8-sig")
     except (OSError, UnicodeError) as error:
         said = error.strerror if isinstance(error, OSError) else "it is no UTF-8 text"
         raise ValueError(f"--prompts {path} cannot be read: {said}") from None
@@ -217,8 +236,8 @@ def drive(
     Raises:
         ServerError: the server does not answer any more, or refused every prompt.
     """
-    record = Record(pages=1)
     page = read_page(server.metrics())
+    record = Record(pages=1, impossible=[*page.impossible])
     talk = _Talk(server, model, tokens)
     for number, prompt in enumerate(prompts, 1):
         if progress is not None:
@@ -239,7 +258,10 @@ def drive(
         found = difference(page, after, counted_as)
         record.take(found, after)
         one = found.total
-        record.foreign_requests += max(0, one.requests - 1)
+        others = max(0, one.requests - 1)
+        if one.generated > answer.tokens * (1 + _STRAY_SHARE) + _STRAY_TOKENS:
+            others = max(others, 1)  # One that has not ended yet.
+        record.foreign_requests += others
         record.parts.append(
             Part(one, prompt.kind, answer.prompt_tokens, answer.text, wall, answer.tokens)
         )
@@ -309,8 +331,8 @@ def watch(
         ServerError: the server does not answer any more.
     """
     interval = max(1.0, seconds / 20) if interval is None else interval
-    record = Record(pages=1)
     page = read_page(server.metrics())
+    record = Record(pages=1, impossible=[*page.impossible])
     slices = max(1, round(seconds / interval))
     for number in range(slices):
         if progress is not None:

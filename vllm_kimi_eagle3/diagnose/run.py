@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -18,7 +19,7 @@ from vllm_kimi_eagle3.findings import Evidence, Finding, Severity
 from . import drive, signature
 from .metrics import DRAFTS, Page, read_page
 from .report import Report, measured_of, sort
-from .server import Model, Server, ServerError
+from .server import MAX_TIMEOUT, Model, Server, ServerError
 from .signature import Expected, Observed, Part
 
 USAGE = """\
@@ -66,7 +67,11 @@ class _Parser(argparse.ArgumentParser):
 
 @dataclass(frozen=True)
 class Options:
-    """What the command line says; the attributes are named as its flags."""
+    """What the command line says; the attributes are named as its flags.
+
+    Attributes:
+        own_prompts: those of the file ``prompts``.
+    """
 
     url: str = ""
     watch: float | None = None
@@ -75,6 +80,7 @@ class Options:
     expect: Given | None = None
     model: str | None = None
     prompts: Path | None = None
+    own_prompts: tuple[drive.Prompt, ...] = ()
     tokens: int = 256
     context: int = 4096
     temperature: float | None = None
@@ -119,18 +125,20 @@ def options_of(words: Sequence[str]) -> Options:
         raise OptionError("--tokens takes 8 to 100000")
     if found.context < 0:
         raise OptionError("--context takes a number of tokens, 0 for no long prompts")
-    if not found.timeout > 0:
-        raise OptionError("--timeout takes a number of seconds")
+    if found.temperature is not None and not 0 <= found.temperature <= 100:
+        raise OptionError("--temperature takes a number from 0 on; 0 is greedy")
+    if not 0 < found.timeout <= MAX_TIMEOUT:
+        raise OptionError(f"--timeout takes up to {MAX_TIMEOUT:.0f} seconds")
     try:
         expect = None if found.expect is None else given(found.expect, "--expect")
         Server(found.url)
         if found.without:
             Server(found.without)
-        if found.prompts is not None:
-            drive.read_prompts(found.prompts)
+        # Once: it may be a pipe.
+        own = () if found.prompts is None else tuple(drive.read_prompts(found.prompts))
     except ValueError as error:
         raise OptionError(str(error)) from None
-    return Options(**{**vars(found), "expect": expect})
+    return Options(**{**vars(found), "expect": expect, "own_prompts": own})
 
 
 def diagnose(options: Options, progress: Progress | None = None) -> Report:
@@ -237,7 +245,8 @@ class _Work:
                 )
             )
             return None
-        if wanted is None and len(names) > 1:
+        # Without counters of its own, the model's may be among those of any of several.
+        if wanted not in names and len(names) > 1:
             self.found.append(
                 Finding(
                     "diagnose-several-models",
@@ -252,7 +261,7 @@ class _Work:
 
     def _speculates(self, page: Page) -> bool:
         """Whether there are counters of drafts; with a finding if not."""
-        if any(DRAFTS in e.values or e.positions for e in page.engines.values()):
+        if speculates(page):
             return True
         if page.foreign:
             self.found.append(
@@ -311,7 +320,7 @@ class _Work:
         if model.max_model_len:
             tokens = min(tokens, max(8, model.max_model_len // 2))
         if options.prompts is not None:
-            return drive.read_prompts(options.prompts), tokens
+            return [*options.own_prompts], tokens
         prompts = drive.shipped_prompts()
         if options.context:
             density = drive.tokens_per_character(server, model.name)
@@ -362,26 +371,52 @@ class _Work:
             how=how,
             measured=measured if measured is not None and measured.counts.drafts else None,
             length=whole.length,
-            expected=self._expected(known, measured.counts.positions if measured else 3),
+            expected=self._expected(known, measured.counts.positions if measured else 0),
             drafted_share=whole.drafted_share,
             kinds={kind: measured_of(some) for kind, some in drive.by_kind(parts).items()},
             bins=signature.length_bins(parts),
             engines=engines,
             context=_context(record.parts),
-            speed=drive.speed(record.parts),
+            # The latencies are those of everybody.
+            speed=None if record.foreign_requests else drive.speed(record.parts),
         )
 
-    def _expected(self, known: Drafter | None, k: int) -> Expected:
-        """What acceptance should be, from the best source that there is."""
+    def _expected(self, known: Drafter | None, k: int) -> Expected | None:
+        """What acceptance should be, from the best source that there is; None, with a finding, if
+        what was given cannot be.
+
+        Args:
+            k: drafts a step; 0 if none was counted.
+        """
         wanted = self.options.expect
         if wanted is not None:
-            # A report that does not say what it sent is taken at its word.
-            same = wanted.measured and wanted.prompts in ("", self.so_far.prompts)
-            return Expected(wanted.for_positions(k), wanted.source, same_text=same)
-        rates = None if known is None else known.rates(max(k, 1), KINDS)
-        if rates is not None and known is not None:
-            return Expected(rates, f"published for {known.name}")
+            # What was watched was other text each time, and is no more than a figure.
+            same = (
+                wanted.measured and wanted.prompts != "" and wanted.prompts == self.so_far.prompts
+            )
+            try:
+                rates = wanted.for_positions(k or len(HEALTHY))
+            except ValueError:
+                if k:
+                    self._cannot_be_expected(wanted, k)
+                return None
+            return Expected(rates, wanted.source, same_text=same)
+        published = None if known is None else known.rates(k or len(HEALTHY), KINDS)
+        if published is not None and known is not None:
+            return Expected(published, f"published for {known.name}")
         return Expected(HEALTHY, HEALTHY_SOURCE)
+
+    def _cannot_be_expected(self, wanted: Given, k: int) -> None:
+        self.found.append(
+            Finding(
+                "diagnose-expectation",
+                f"{wanted.source}: the server drafts {k} a step, and with as many an acceptance "
+                f"length is 1 to {k + 1}",
+                f"say of how many drafts it is, as in `--expect {wanted.length:g}@"
+                f"{math.ceil(wanted.length) - 1}`, or give rates by position",
+                Evidence("/metrics", "drafts a step", str(k)),
+            )
+        )
 
     def _to_judge(self, known: Drafter | None) -> Expected | None:
         """What to hold acceptance against; None, with a finding, where there is no more than a
@@ -411,10 +446,16 @@ class _Work:
         names = [m.name for m in other.models()]
         if not names:
             raise ServerError(f"{other.url} serves no model", "start it, as the first server")
+        if speculates(read_page(other.metrics())):
+            raise ServerError(
+                f"{other.url} speculates, too: it has counters of drafts",
+                "give `--without` a server that was started without --speculative-config",
+            )
         name = model.name if model.name in names else names[0]
         prompts, tokens = self._prompts(Server(options.url, options.timeout), model)
         without = drive.drive(other, name, prompts, tokens=tokens, progress=self.progress)
-        self.so_far = replace(self.so_far, speed_without=drive.speed(without.parts))
+        if not without.foreign_requests:
+            self.so_far = replace(self.so_far, speed_without=drive.speed(without.parts))
         fast, slow = self.so_far.speed, self.so_far.speed_without
         if fast and slow and fast < slow:
             self.found.append(
@@ -426,6 +467,11 @@ class _Work:
                     Evidence("/metrics", "tokens a second of one request", f"{fast:.1f}"),
                 )
             )
+
+
+def speculates(page: Page) -> bool:
+    """Whether there are counters of drafts."""
+    return any(DRAFTS in e.values or e.positions for e in page.engines.values())
 
 
 def _context(parts: Sequence[Part]) -> float | None:

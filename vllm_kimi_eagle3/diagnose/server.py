@@ -10,9 +10,12 @@ from __future__ import annotations
 import http.client
 import json
 import os
+import ssl
+import time
 import urllib.error
 import urllib.parse
 import urllib.request
+import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,7 +23,9 @@ from typing import Any
 API_KEY_VARIABLE = "VLLM_API_KEY"
 """Where the key of a server with ``--api-key`` is looked for, as vLLM itself does."""
 MAX_BYTES = 64 << 20
+MAX_TIMEOUT = 86_400.0
 _QUICK = 15.0
+_CHUNK = 1 << 16
 
 
 class ServerError(Exception):
@@ -81,10 +86,30 @@ def base_url(url: str) -> str:
         host, _ = parts.hostname, parts.port
     except ValueError as error:
         raise ValueError(f"{url!r} is no address: {error}") from None
+    if parts.username is not None or parts.password is not None:
+        raise ValueError(
+            "an address with a user name in it is not taken (the report would show the password); "
+            f"a key goes into the variable {API_KEY_VARIABLE}"
+        )
     if parts.scheme not in ("http", "https") or not host:
         raise ValueError(f"{url!r} is no address of a server, such as http://localhost:8000")
+    try:
+        host.encode("idna")
+        parts.path.encode("ascii")
+    except UnicodeError:
+        raise ValueError(
+            f"{url!r} is no address: the name of a host is too long or empty in part, or the path "
+            "has letters that are to be written as %..."
+        ) from None
     path = parts.path.rstrip("/").removesuffix("/metrics").removesuffix("/v1")
     return urllib.parse.urlunsplit((parts.scheme, parts.netloc, path, "", ""))
+
+
+class _NoRedirects(urllib.request.HTTPRedirectHandler):
+    """vLLM redirects nowhere, and the key is not for whoever an answer names."""
+
+    def redirect_request(self, *_: Any) -> None:
+        return None
 
 
 class Server:
@@ -102,10 +127,15 @@ class Server:
         self.url = base_url(url)
         self._timeout = timeout
         host = urllib.parse.urlsplit(self.url).hostname or ""
-        local = host == "localhost" or host == "::1" or host.startswith("127.")
+        local = host in ("localhost", "::1", "0.0.0.0", "::") or host.startswith("127.")
         # A proxy of the environment cannot reach what listens on this machine.
         handlers = [urllib.request.ProxyHandler({})] if local else []
-        self._opener = urllib.request.build_opener(*handlers)
+        self._opener = urllib.request.build_opener(_NoRedirects(), *handlers)
+        self._proxied = (
+            not local
+            and urllib.parse.urlsplit(self.url).scheme in urllib.request.getproxies()
+            and not urllib.request.proxy_bypass(host)
+        )
 
     def metrics(self) -> str:
         """The text of ``/metrics``."""
@@ -187,7 +217,7 @@ class Server:
                 int(usage["prompt_tokens"]),
                 int(usage["completion_tokens"] or 0),
             )
-        except (KeyError, IndexError, TypeError, ValueError, AttributeError):
+        except (KeyError, IndexError, TypeError, ValueError, OverflowError, AttributeError):
             raise self._not_vllm(path) from None
 
     def _json(self, path: str, body: Mapping[str, Any] | None = None, *, timeout: float) -> Any:
@@ -205,7 +235,13 @@ class Server:
 
     def _ask(self, path: str, body: Mapping[str, Any] | None = None, *, timeout: float) -> bytes:
         headers = {"User-Agent": "vllm-kimi-eagle3"}
-        if key := os.environ.get(API_KEY_VARIABLE):
+        if key := os.environ.get(API_KEY_VARIABLE, "").strip():
+            if not (key.isascii() and key.isprintable()):
+                raise ServerError(
+                    f"the variable {API_KEY_VARIABLE} holds what no key can: a line break, or "
+                    "letters beyond ASCII",
+                    f"put the server's `--api-key`, and nothing else, into {API_KEY_VARIABLE}",
+                )
             headers["Authorization"] = f"Bearer {key}"
         data = None
         if body is not None:
@@ -214,7 +250,7 @@ class Server:
         request = urllib.request.Request(self.url + path, data, headers)
         try:
             with self._opener.open(request, timeout=timeout) as answer:
-                text: bytes = answer.read(MAX_BYTES + 1)
+                text = _read(answer, time.monotonic() + timeout)
         except urllib.error.HTTPError as error:
             raise self._refused(path, error) from None
         except (OSError, http.client.HTTPException) as error:
@@ -228,12 +264,21 @@ class Server:
 
     def _refused(self, path: str, error: urllib.error.HTTPError) -> ServerError:
         fact = f"{self.url}{path} answers {error.code} {error.reason}"
-        with error:
-            said = _message(error.read(4000).decode("utf-8", "replace"))
+        try:
+            with error:
+                said = _message(error.read(4000).decode("utf-8", "replace"))
+        except (OSError, http.client.HTTPException):
+            said = ""
         if said and error.code not in (401, 403, 404):
             fact += f": {said}"
-        if error.code in (401, 403):
+        if error.code in (401, 403) and os.environ.get(API_KEY_VARIABLE, "").strip():
+            fix = f"the key in {API_KEY_VARIABLE} is not the server's `--api-key`: put that there"
+        elif error.code in (401, 403):
             fix = f"put the server's `--api-key` into the variable {API_KEY_VARIABLE}"
+        elif 300 <= error.code < 400:
+            to = error.headers.get("Location") or "another address"
+            fact = f"{self.url}{path} answers {error.code} and sends on to {to[:200]}"
+            fix = "give `--url` the vLLM server itself, which sends nobody on"
         elif error.code == 404 and path == "/metrics":
             fix = (
                 "give `--url` the vLLM server itself: a router or gateway in front of it mostly "
@@ -243,6 +288,8 @@ class Server:
             fix = "give `--url` the address of a vLLM server, as in http://localhost:8000"
         else:
             fix = "look into the server's log"
+        if self._proxied and error.code >= 500:
+            fix += f"; {self._around_the_proxy()}"
         return ServerError(fact, fix, error.code)
 
     def _no_answer(self, path: str, error: Exception, timeout: float) -> ServerError:
@@ -254,10 +301,42 @@ class Server:
                 "(`--timeout SECONDS` waits longer)",
             )
         said = getattr(reason, "strerror", None) or str(reason) or type(reason).__name__
-        return ServerError(
-            f"{self.url}{path} does not answer: {said}",
-            "start the server, or give `--url` the address and port that it listens on",
-        )
+        fix = "start the server, or give `--url` the address and port that it listens on"
+        if isinstance(reason, ssl.SSLCertVerificationError):
+            said = reason.verify_message or said
+            fix = "name the file with the server's own certificate in the variable SSL_CERT_FILE"
+        elif isinstance(reason, ssl.SSLError):
+            fix = "give `--url` an address with http:// if the server has no certificate"
+        elif self._proxied:
+            fix += f"; {self._around_the_proxy()}"
+        return ServerError(f"{self.url}{path} does not answer: {said}", fix)
+
+    def _around_the_proxy(self) -> str:
+        host = urllib.parse.urlsplit(self.url).hostname
+        return f"a proxy of the environment was asked: NO_PROXY={host} goes around it"
+
+
+def _read(answer: Any, deadline: float) -> bytes:
+    """An answer, up to a byte more than :data:`MAX_BYTES`; unpacked, where something on the way
+    packed it.
+
+    Raises:
+        TimeoutError: it trickles in beyond the deadline.
+        OSError: it is packed, and not as it says.
+    """
+    packed = answer.headers.get("Content-Encoding", "").strip().lower() in ("gzip", "deflate")
+    unpacker = zlib.decompressobj(zlib.MAX_WBITS | 32) if packed else None
+    text = bytearray()
+    while len(text) <= MAX_BYTES and (data := answer.read1(_CHUNK)):
+        if time.monotonic() > deadline:
+            raise TimeoutError
+        try:
+            text += data if unpacker is None else unpacker.decompress(data, MAX_BYTES + 1)
+        except zlib.error as error:
+            raise OSError(f"what it sends cannot be unpacked ({error})") from None
+    if len(text) <= MAX_BYTES and answer.length:
+        raise http.client.IncompleteRead(b"", answer.length)
+    return bytes(text)
 
 
 def _message(body: str) -> str:

@@ -178,6 +178,16 @@ length (2.8), rates by position (76,56,43), or a report of `diagnose --json` fro
 was well.""",
     ),
     Kind(
+        "diagnose-expectation",
+        Severity.NOTE,
+        "What is expected cannot be",
+        """\
+A step with k drafts yields at least one token and at most k + 1, and the acceptance length that \
+`--expect` gave lies beyond that for the number of drafts of this server. It was measured with \
+more of them: say with how many, as in `--expect 3.4@5`.""",
+        undecided=True,
+    ),
+    Kind(
         "diagnose-too-few-drafts",
         Severity.NOTE,
         "Too few drafts were counted",

@@ -95,6 +95,11 @@ class Model:
     rows: tuple[Step, ...]
 
     @cached_property
+    def misfit(self) -> list[float]:
+        """By how much it is off for the rows that it was fitted to, relatively."""
+        return [abs(math.expm1(_off(self.numbers, row))) for row in self.rows]
+
+    @cached_property
     def named(self) -> dict[str, float]:
         """The numbers by name: F in seconds, tau in tokens, c1 and c2 per token of context."""
         return {n: math.exp(v) for n, v in zip(_NAMES, self.numbers, strict=True)}
@@ -169,7 +174,7 @@ def fit(
         raise ValueError("there is no measured step")
     for row in measured:
         sizes = row.batch >= 1 and row.context >= 0 and 0 <= row.k <= 64
-        if not (sizes and math.isfinite(row.seconds) and row.seconds > 0):
+        if not (sizes and 1e-9 < row.seconds < 1e9):
             raise ValueError(f"a step of {row} cannot be")
     centres = [math.log(centre) for centre, _ in usual.values()] + [0.0]
     centres[0] = math.log(min(row.seconds for row in measured) * 0.8)

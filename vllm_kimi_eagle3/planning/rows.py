@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import csv
 import json
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +23,9 @@ _CONFIGURATION = ("gpu", "vllm", "layers", "ours", "drafter", "backend", "kv")
 _LOOP = "plugin_drafting"
 _MEASURED = ("k", "batch", "context", "ctx", "step_ms", "tokens_per_second")
 _MAX_BYTES = 256 << 20
+_MAX_ROWS = 4096
+# What a step takes in seconds, and a server generates in tokens a second, lies within these.
+_SECONDS, _RATES = (1e-6, 1e4), (1e-4, 1e9)
 
 
 @dataclass(frozen=True)
@@ -54,7 +56,7 @@ def read_rows(path: Path) -> list[Row]:
     try:
         if path.stat().st_size > _MAX_BYTES:
             raise ValueError(f"--rows {path} is larger than {_MAX_BYTES >> 20} MiB")
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")
     except OSError as error:
         raise ValueError(f"--rows {path} cannot be read: {error.strerror}") from None
     except UnicodeError:
@@ -83,7 +85,8 @@ def _from_json(line: str) -> Row | None:
     milliseconds = step.get("median") if isinstance(step, dict) else found.get("step_ms")
     context = found.get("ctx", found.get("context"))
     numbers = _numbers(found.get("k"), found.get("batch"), context)
-    value, rate = _positive(milliseconds), _positive(found.get("tokens_per_second"))
+    value = _within(milliseconds, _SECONDS, 1e-3)
+    rate = _within(found.get("tokens_per_second"), _RATES)
     if numbers is None or not (value or rate):
         return None
     known = [name for name in _CONFIGURATION if name in found] or [
@@ -92,13 +95,13 @@ def _from_json(line: str) -> Row | None:
     of = [(name, str(found[name])) for name in known if name != _LOOP]
     if "ours" in found and numbers[0]:
         of.append((_LOOP, str(found.get(_LOOP, "off"))))
-    return Row(*numbers, value / 1e3, rate, tuple(of))
+    return Row(*numbers, value, rate, tuple(of))
 
 
 def _from_csv(lines: Sequence[str], path: Path) -> list[Row]:
     rows = []
     try:
-        table = list(csv.DictReader(lines))
+        table = list(csv.DictReader(lines, skipinitialspace=True))
     except csv.Error as error:
         raise ValueError(f"--rows {path} is no CSV: {error}") from None
     for number, entry in enumerate(table, 2):
@@ -107,15 +110,15 @@ def _from_csv(lines: Sequence[str], path: Path) -> list[Row]:
             _number(entry.get("batch")),
             _number(entry.get("context") or entry.get("ctx")),
         )
-        value = _positive(_number(entry.get("step_ms")))
-        rate = _positive(_number(entry.get("tokens_per_second")))
+        value = _within(_number(entry.get("step_ms")), _SECONDS, 1e-3)
+        rate = _within(_number(entry.get("tokens_per_second")), _RATES)
         if numbers is None or not (value or rate):
             raise ValueError(
                 f"--rows {path}: row {number} has no k, batch and context with step_ms or "
                 "tokens_per_second"
             )
         of = tuple((n, v) for n, v in entry.items() if n not in _MEASURED and isinstance(v, str))
-        rows.append(Row(*numbers, value / 1e3, rate, of))
+        rows.append(Row(*numbers, value, rate, of))
     return rows
 
 
@@ -130,16 +133,18 @@ def _numbers(k: Any, batch: Any, context: Any) -> tuple[int, int, float] | None:
     every = (k, batch, context)
     if any(isinstance(v, bool) or not isinstance(v, (int, float)) for v in every):
         return None
-    if not all(math.isfinite(v) for v in every) or k % 1 or batch % 1:
-        return None
-    if not (0 <= k <= 64 and 1 <= batch <= 1e6 and 0 <= context <= 1e9):
+    # Compared first: whole numbers of JSON may be larger than any float.
+    if not (0 <= k <= 64 and 1 <= batch <= 1e6 and 0 <= context <= 1e9) or k % 1 or batch % 1:
         return None
     return int(k), int(batch), float(context)
 
 
-def _positive(value: Any) -> float:
-    number = value if isinstance(value, (int, float)) and not isinstance(value, bool) else 0.0
-    return float(number) if math.isfinite(number) and number > 0 else 0.0
+def _within(value: Any, bounds: tuple[float, float], unit: float = 1.0) -> float:
+    """A measured number; 0 if it is none, or cannot be."""
+    if not isinstance(value, (int, float)) or isinstance(value, bool):
+        return 0.0
+    low, high = bounds
+    return value * unit if low / unit <= value <= high / unit else 0.0
 
 
 def choose(rows: Sequence[Row], where: Mapping[str, str]) -> list[Row]:
@@ -172,6 +177,11 @@ def choose(rows: Sequence[Row], where: Mapping[str, str]) -> list[Row]:
         raise ValueError(
             f"the rows are of several configurations ({said}); choose one, as with "
             f"--where {name}={found[0]}"
+        )
+    if len(left) > _MAX_ROWS:
+        raise ValueError(
+            f"{len(left):,} rows are more than the model is fitted to ({_MAX_ROWS:,}): give a row "
+            "for each k, batch and context"
         )
     return left
 

@@ -16,11 +16,11 @@ from vllm_kimi_eagle3.acceptance.model import Counts, extended, total
 from vllm_kimi_eagle3.acceptance.published import KINDS, find
 from vllm_kimi_eagle3.diagnose.metrics import read_page
 from vllm_kimi_eagle3.diagnose.report import EXIT_FINE, EXIT_UNTOLD, sort
-from vllm_kimi_eagle3.diagnose.run import OptionError
-from vllm_kimi_eagle3.diagnose.server import Server, ServerError
+from vllm_kimi_eagle3.diagnose.run import OptionError, speculates
+from vllm_kimi_eagle3.diagnose.server import MAX_TIMEOUT, Server, ServerError
 from vllm_kimi_eagle3.findings import Evidence, Finding
 from vllm_kimi_eagle3.findings.lines import field_lines, finding_lines
-from vllm_kimi_eagle3.host import find_host
+from vllm_kimi_eagle3.host import find_host, parse_version
 
 from . import rows as row_files
 from . import schedule
@@ -138,6 +138,12 @@ def options_of(words: Sequence[str]) -> Options:
         raise OptionError(f"--most takes 0 to {MAX_K}")
     if found["data_parallel"] < 1:
         raise OptionError("--data-parallel takes 1 or more ranks")
+    if found["for_context"] is not None and found["for_context"] < 0:
+        raise OptionError("--for-context takes a number of tokens")
+    if not 0 < found["timeout"] <= MAX_TIMEOUT:
+        raise OptionError(f"--timeout takes up to {MAX_TIMEOUT:.0f} seconds")
+    if found["vllm"] and parse_version(found["vllm"]) is None:
+        raise OptionError(f"--vllm {found['vllm']}: it takes a release, such as 0.26.0")
     try:
         for name in ("url", "without"):
             if found[name]:
@@ -154,6 +160,8 @@ def options_of(words: Sequence[str]) -> Options:
         raise OptionError(str(error)) from None
     for name, least in (("batch", 1), ("context", 0)):
         found[name] = _numbers(found[name], f"--{name}", least)
+    if found["url"] and found["batch"] and found["batch"][-1] > MAX_BATCH:
+        raise OptionError(f"--batch: a sweep sends up to {MAX_BATCH} requests at once")
     found["where"] = tuple(_pair(text) for text in found["where"])
     found["rows"] = tuple(found["rows"])
     return Options(**found)
@@ -286,7 +294,9 @@ class Plan:
         """The plan for a person."""
         lines = [f"vllm-kimi-eagle3 {__version__} plan"]
         version = self.release.version
-        host = f"{version}, {self.release.runner} runner" if version else ""
+        host = f"{version}, {self.release.runner} runner" if version else (
+            "not known; `--vllm RELEASE` names it, and 0.24 and later get a schedule, too"
+        )  # fmt: skip
         rates = ", ".join(f"{rate:.0%}" for rate in self.rates)
         accepted = f"{rates} by position ({self.acceptance})" if self.rates else ""
         off = ""
@@ -377,14 +387,12 @@ def plan(options: Options, progress: Progress | None = None) -> Plan:
             source.append(f"a sweep of {server.url}")
             if options.without:
                 other = Server(options.without, options.timeout)
-                more, _, missed = _sweep(options, other, progress)
+                more, _, missed = _sweep(options, other, progress, without=True)
                 steps += more
                 skipped += missed
                 source.append(f"and of {other.url} without speculation")
     except ServerError as error:
-        found.append(
-            Finding("diagnose-no-answer", error.fact, error.fix, Evidence(key=options.url))
-        )
+        found.append(Finding("diagnose-no-answer", error.fact, error.fix))
     rates, whence = _rates(options, counts)
     if options.rows:
         steps += _of_rows(options, rates)
@@ -408,13 +416,41 @@ def plan(options: Options, progress: Progress | None = None) -> Plan:
 
 
 def _sweep(
-    options: Options, server: Server, progress: Progress
+    options: Options, server: Server, progress: Progress, *, without: bool = False
 ) -> tuple[list[Step], list[Counts], list[str]]:
+    """Sweeps a server.
+
+    Args:
+        without: it is the second server, which does not speculate and may have another name for
+            the model.
+    """
     page = read_page(server.metrics())
+    if not page.is_vllm:
+        raise ServerError(
+            f"{server.url}/metrics has no metrics of vLLM, which time the steps",
+            "give the address of the vLLM server itself, started without --disable-log-stats",
+        )
+    if without and speculates(page):
+        raise ServerError(
+            f"{server.url} speculates, too: it has counters of drafts",
+            "give `--without` a server that was started without --speculative-config",
+        )
     served = server.models()
     if not served:
         raise ServerError(f"{server.url} serves no model", "give the address of a vLLM server")
+    names = [m.name for m in served]
+    if options.model is not None and options.model not in names and not without:
+        raise ServerError(
+            f"{server.url} has no model {options.model!r}; it has {', '.join(names)}",
+            "name one of these with --model",
+        )
     model = next((m for m in served if m.name == options.model), served[0])
+    counters = [name for name in page.models if name]
+    if model.name not in counters and len(counters) > 1:
+        raise ServerError(
+            f"the metrics of {server.url} are of {len(counters)} models: {', '.join(counters)}",
+            "name one of them with --model",
+        )
     counted_as = model.name if model.name in page.models else None
     measured = sweep(
         server,
@@ -469,6 +505,7 @@ def _reckon(
 ) -> Plan:
     model = fit(steps)
     missed = sorted(abs(said / row.seconds - 1) for row, said in held_out(steps))
+    misfit = median(model.misfit)
     off = (median(missed), missed[-1]) if missed else None
     measured = sorted({step.context for step in steps})
     contexts = tuple(float(c) for c in options.context) or tuple(measured)
@@ -483,6 +520,15 @@ def _reckon(
         source, model, rates, whence, batches, contexts, best, tuple(ranges), for_context, release,
         options.drafter, off, (), tuple(skipped),
     )  # fmt: skip
+    if misfit > _OFF:
+        found.append(
+            Finding(
+                "plan-model-off",
+                f"the measured steps contradict each other: the model that comes closest is "
+                f"{misfit:.0%} off in the median",
+                "measure again on a server at rest, or plan from rows of one configuration",
+            )
+        )
     found += _notes(result, steps, most)
     found += schedule.notes(release, ranges)
     return Plan(**{**vars(result), "findings": tuple(sort(found))})
@@ -529,7 +575,7 @@ def _notes(result: Plan, steps: Sequence[Step], most: int) -> list[Finding]:
                 "choose with --for-context the length that most of your requests have",
             )
         )
-    if result.off is not None and result.off[0] > _OFF:
+    if result.off is not None and result.off[0] > _OFF >= median(model.misfit):
         found.append(
             Finding(
                 "plan-model-off",
@@ -539,9 +585,9 @@ def _notes(result: Plan, steps: Sequence[Step], most: int) -> list[Finding]:
             )
         )
     spans = [model.speed_up(result.static or 1, b, c, result.rates) for b, c in cells]
-    widest = max(spans, key=lambda gain: gain.high / gain.low)
-    crosses = widest.low < 1 < widest.high
-    if crosses and widest.high / widest.low > _UNSURE:
+    crossing = [gain for gain in spans if gain.low < 1 < gain.high]
+    widest = max(crossing, key=lambda gain: gain.high / gain.low, default=None)
+    if widest is not None and widest.high / widest.low > _UNSURE:
         kinds = "with drafts" if all(s.k for s in steps) else "without drafts"
         both = "" if len({bool(s.k) for s in steps}) == 2 else f", all of them {kinds}"
         found.append(

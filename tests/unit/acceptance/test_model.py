@@ -122,6 +122,16 @@ def test_an_estimate_of_any_counts(groups: list[Counts]) -> None:
         assert wide.high >= narrow.value - 1e-9
 
 
+def test_all_or_nothing_is_no_certainty() -> None:
+    """Nothing scatters, and yet a few steps do not say what the next ones do."""
+    every = acceptance([Counts(10, (10, 10, 10))] * 4).length
+    assert (every.value, every.high) == (4.0, 4.0)
+    assert 2.5 < every.low < 3.9
+    none = acceptance([Counts(10, (0, 0, 0))] * 4).length
+    assert (none.value, none.low) == (1.0, 1.0)
+    assert 1.05 < none.high < 2.5
+
+
 @settings(deadline=None, max_examples=50)
 @given(counts())
 def test_more_of_the_same_narrows_the_interval(one: Counts) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import re
 import string
+import time
 
 import pytest
 from hypothesis import given, settings
@@ -75,6 +76,28 @@ def test_any_text_is_read(text: str) -> None:
     samples, bad = parse(text)
     assert len(samples) + bad <= text.count("\n") + 1
     read_page(text)
+
+
+@pytest.mark.parametrize("position", ["1" * 5000, "9999", "\u0663", "1.0", " 1"])
+def test_positions_that_are_none(position: str) -> None:
+    page = read_page(
+        f'vllm:spec_decode_num_accepted_tokens_per_pos_total{{position="{position}"}} 1'
+    )
+    assert "has the position" in page.impossible[0]
+    assert not next(iter(page.engines.values())).positions
+
+
+def test_a_page_without_end_is_read_within_bounds() -> None:
+    """Names, numbers and labels without number: what is kept of them is not."""
+    names = "".join(f"vllm:spec_decode_x{i}_total 1\n" for i in range(20_000))
+    labels = "vllm:x{" + 'a="1",' * 200_000 + "} 1\n"
+    numbers = "".join(f'vllm:spec_decode_num_drafts_total{{engine="{i}"}} -1\n' for i in range(99))
+    started = time.monotonic()
+    page = read_page(names + labels + numbers)
+    assert time.monotonic() - started < 20
+    assert len(page.foreign) <= 20
+    assert len(page.impossible) <= 20
+    assert page.bad_lines == 1
 
 
 # Lines that are nearly vLLM's.

@@ -305,6 +305,94 @@ def test_against_a_good_day(tmp_path: Path) -> None:
     assert alone.exit_code == 0, "without that day nothing is odd about it"
 
 
+def test_what_was_watched_is_no_measurement_of_the_same_text(tmp_path: Path) -> None:
+    """A report of --watch says of no prompts, and is held against like a published figure."""
+    good, _ = run()
+    file = tmp_path / "watched.json"
+    file.write_text(json.dumps({**good.as_json(), "prompts": ""}))
+    report, _ = run(Behaviour(rates=lambda length: (0.68, 0.49, 0.35)), "--expect", str(file))
+    assert ids(report) == []
+
+
+@pytest.mark.parametrize(
+    ("behaviour", "found"),
+    [(None, "diagnose-expectation"), (Behaviour(drafted=lambda length: 0.0), "diagnose-no-drafts")],
+)
+def test_a_length_that_so_few_drafts_cannot_have(behaviour: Behaviour | None, found: str) -> None:
+    report, _ = run(behaviour, "--expect", "5")
+    assert ids(report) == [found]
+    assert report.exit_code in (1, 2)
+    report, _ = run(behaviour, "--expect", "4.8@6")
+    assert "diagnose-expectation" not in ids(report)
+
+
+def test_a_drafter_that_is_known_to_be_weak() -> None:
+    report, _ = run(Behaviour(rates=lambda length: (0.31, 0.1, 0.03)), "--expect", "31,10,3")
+    assert ids(report) == []
+    report, _ = run(Behaviour(rates=lambda length: (0.2, 0.06, 0.02)), "--expect", "31,10,3")
+    assert ids(report) == ["diagnose-features"]
+
+
+def test_the_first_reading_counts_too() -> None:
+    """A number that cannot be, in the page from which everything is counted."""
+    name = 'num_drafts_total{engine="0",model_name="kimi"} '
+    behaviour = Behaviour(metrics=lambda text, n: text.replace(name, f"{name}NaN #") if n < 3
+                          else text)  # fmt: skip
+    report, _ = run(behaviour)
+    assert "diagnose-counters-impossible" in ids(report)
+    assert report.exit_code == 2
+
+
+def test_a_request_of_others_that_does_not_end() -> None:
+    """It gets tokens all the while, and is never counted as ended."""
+    with FakeServer(Behaviour(rates=lambda length: (0.42, 0.2, 0.1))) as server:
+        true = server.post
+
+        def shared(path: str, body: dict[str, Any]) -> tuple[int, str]:
+            answer = true(path, body)
+            server.counters["kimi", "0"].generated += 200
+            return answer
+
+        server.post = shared  # type: ignore[method-assign]
+        report = diagnose(options_of(["--url", server.url]))
+    assert "diagnose-mixed-traffic" in ids(report)
+    assert report.speed is None, "the latencies are those of both"
+
+
+def test_a_model_without_counters_of_its_own() -> None:
+    """An adapter's drafts are among those of the models that have counters, and of which is not
+    known."""
+    second = exposition({("other", "0"): Counters(9, 27, [1, 0, 0])})
+    behaviour = Behaviour(models=("kimi", "adapter"), metrics=lambda text, n: text + second)
+    report, _ = run(behaviour, "--model", "adapter")
+    assert ids(report) == ["diagnose-several-models"]
+
+
+def test_prompts_from_a_pipe(tmp_path: Path) -> None:
+    file = tmp_path / "prompts"
+    file.write_text("\ufeffWhat is a tide?\n")
+    with FakeServer() as server:
+        options = options_of(["--url", server.url, "--prompts", str(file)])
+        file.unlink()
+        report = diagnose(options)
+    assert "1 prompts of " in report.how
+    assert server.bodies[0][1]["messages"][0]["content"] == "What is a tide?"
+
+
+def test_files_without_end() -> None:
+    for flag in ("--prompts", "--expect"):
+        with pytest.raises(OptionError, match=f"{flag} /dev/zero is larger than"):
+            options_of(["--url", "x", flag, "/dev/zero"])
+
+
+def test_without_is_a_server_without_speculation() -> None:
+    with FakeServer() as other:
+        report, _ = run(None, "--without", other.url)
+    assert sorted(ids(report)) == ["diagnose-no-answer", "diagnose-none-published"]
+    assert report.speed_without is None
+    assert any("speculates, too" in finding.fact for finding in report.findings)
+
+
 def test_the_same_without_speculation() -> None:
     with FakeServer(Behaviour(step=0.01, speculates=False)) as other:
         report, _ = run(None, "--without", other.url)
@@ -391,6 +479,20 @@ def test_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert len(found["positions"]) == 3
     assert found["vllm"] == "0.26.0"
     assert "Acceptance is as it should be." in capsys.readouterr().out
+
+
+def test_an_interrupt_is_no_traceback(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(*_: Any, **__: Any) -> Any:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(drive, "drive", interrupted)
+    with FakeServer() as server:
+        assert cli.main(["diagnose", "--url", server.url, "--json"]) == 130
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    assert shown.err.strip() == "vllm-kimi-eagle3: interrupted"
 
 
 def test_the_offline_mode_gets_its_own_words(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,18 +6,25 @@ from __future__ import annotations
 import json
 import math
 import shlex
+import signal
+import subprocess
+import sys
+import threading
+import time
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tests.unit.diagnose.fake import Behaviour, FakeServer
+from tests.unit.diagnose.fake import Behaviour, Counters, FakeServer, exposition
 from vllm_kimi_eagle3 import cli
+from vllm_kimi_eagle3.acceptance.model import Estimate
 from vllm_kimi_eagle3.diagnose.run import OptionError
 from vllm_kimi_eagle3.diagnose.server import Server
 from vllm_kimi_eagle3.findings.catalogue import KINDS
 from vllm_kimi_eagle3.planning import rows, run, schedule
-from vllm_kimi_eagle3.planning.model import Step
+from vllm_kimi_eagle3.planning.model import Model, Step
 from vllm_kimi_eagle3.planning.schedule import Range, Release
 from vllm_kimi_eagle3.planning.sweep import TOKENS, sweep
 
@@ -105,6 +112,38 @@ def test_rows_that_are_none(content: str, words: str, tmp_path: Path) -> None:
 def test_a_file_that_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(OptionError, match="cannot be read: No such file"):
         planned("--rows", str(tmp_path / "x"), "--acceptance", "76,56,43")
+
+
+@pytest.mark.parametrize("milliseconds", ["1e-320", "1e308", "inf", "nan"])
+def test_times_that_no_server_takes(milliseconds: str, tmp_path: Path) -> None:
+    file = tmp_path / "rows"
+    file.write_text(f"k,batch,context,step_ms\n0,1,100,{milliseconds}\n")
+    with pytest.raises(ValueError, match="row 2 has no"):
+        rows.read_rows(file)
+
+
+def test_whole_numbers_beyond_every_float(tmp_path: Path) -> None:
+    file = tmp_path / "rows"
+    many = "9" * 400
+    file.write_text(
+        f'{{"k": 0, "batch": 1, "ctx": {many}, "step_ms": 5}}\n'
+        f'{{"k": 0, "batch": 1, "ctx": 100, "step_ms": {many}}}\n'
+        '{"k": 0, "batch": 1, "ctx": 100, "step_ms": 5}\n'
+    )
+    assert [row.seconds for row in rows.read_rows(file)] == [0.005]
+
+
+def test_a_table_from_a_spreadsheet(tmp_path: Path) -> None:
+    file = tmp_path / "rows.csv"
+    file.write_text("\ufeffk, batch, context, step_ms\n0, 1, 100, 5\n")
+    assert [(row.k, row.context, row.seconds) for row in rows.read_rows(file)] == [(0, 100, 0.005)]
+
+
+def test_rows_without_number() -> None:
+    one = rows.Row(0, 1, 100.0, 0.005, 0.0, ())
+    assert len(rows.choose([one] * 4096, {})) == 4096
+    with pytest.raises(ValueError, match="more than the model is fitted to"):
+        rows.choose([one] * 4097, {})
 
 
 # ------------------------------------------------------------------------------------- the schedule
@@ -263,6 +302,39 @@ def test_a_schedule_of_one_length_only(tmp_path: Path) -> None:
     assert "plan-depends-on-context" not in ids(plan)
 
 
+def test_rows_of_one_cell_that_contradict_each_other(tmp_path: Path) -> None:
+    """Nothing can be held out of them, and no model has both."""
+    steps = [Step(0, 1, 100, 0.005), Step(3, 1, 100, 0.01), Step(3, 1, 100, 1.0)]
+    plan = planned("--rows", str(csv_of(steps, tmp_path / "rows.csv")), "--acceptance", "76,56,43")
+    assert "plan-model-off" in ids(plan)
+    assert plan.exit_code == 2
+
+
+def test_the_widest_interval_need_not_be_the_one_that_is_undecided(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With intervals of one's choice: at one batch drafts surely pay, by how much is open; at
+    another it is open whether they do."""
+    gains = {1: Estimate(1.0, 0.7, 1.3), 64: Estimate(4.0, 2.0, 8.0)}
+    monkeypatch.setattr(Model, "speed_up", lambda self, k, batch, context, rates: gains[batch])
+    file = csv_of(rows_of(truth(), CELLS), tmp_path / "rows.csv")
+    words = ("--rows", str(file), "--acceptance", "76,56,43")
+    plan = planned(*words, "--batch", "1,64")
+    assert "a gain of 0.70 to 1.30" in next(
+        finding.fact for finding in plan.findings if finding.id == "plan-few-rows"
+    )
+    assert "plan-few-rows" not in ids(planned(*words, "--batch", "64"))
+
+
+def test_a_release_that_nobody_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run, "find_host", lambda: None)
+    file = csv_of(rows_of(truth(), CELLS), tmp_path / "rows.csv")
+    assert (
+        "`--vllm RELEASE` names it"
+        in planned("--rows", str(file), "--acceptance", "76,56,43").as_text()
+    )
+
+
 # ---------------------------------------------------------------------------------------- the sweep
 
 
@@ -303,6 +375,65 @@ def test_a_server_that_is_not_there() -> None:
     assert plan.exit_code == 2
 
 
+def test_a_model_that_is_not_served() -> None:
+    with FakeServer() as server:
+        plan = planned("--url", server.url, "--model", "other")
+    assert ids(plan) == ["diagnose-no-answer", "plan-no-input"]
+    assert "it has kimi" in plan.findings[0].fact
+    assert not server.bodies, "nothing was sent to another one"
+
+
+def test_two_models_on_one_server_are_not_added_up() -> None:
+    second = exposition({("other", "0"): Counters(9, 27, [1, 0, 0])})
+    behaviour = Behaviour(models=("adapter",), metrics=lambda text, n: (
+        text.replace('"adapter"', '"kimi"') + second))  # fmt: skip
+    with FakeServer(behaviour) as server:
+        plan = planned("--url", server.url)
+    assert "2 models: kimi, other" in plan.findings[0].fact
+
+
+def test_without_is_a_server_without_speculation() -> None:
+    with FakeServer() as server:
+        plan = planned("--url", server.url, "--without", server.url, "--batch", "1",
+                       "--context", "600")  # fmt: skip
+    assert "speculates, too" in plan.findings[0].fact
+    assert plan.exit_code == 2
+
+
+@pytest.mark.parametrize("text", ["go_goroutines 1\n", "<html>", ""])
+def test_a_server_without_metrics_is_asked_nothing(text: str) -> None:
+    with FakeServer(Behaviour(paths={"/metrics": (200, text)})) as server:
+        plan = planned("--url", server.url)
+    assert "has no metrics of vLLM" in plan.findings[0].fact
+    assert not server.bodies
+
+
+def test_an_interrupted_sweep_does_not_wait_for_its_answers() -> None:
+    code = (
+        "import sys; from vllm_kimi_eagle3 import cli; "
+        "sys.exit(cli.main(['plan', '--url', sys.argv[1], '--batch', '4', '--context', '600']))"
+    )
+    hanging = threading.Event()
+    with FakeServer() as server:
+        true = server.post
+
+        def slow(path: str, body: dict[str, Any]) -> tuple[int, str]:
+            if path == "/v1/completions":
+                hanging.set()
+                time.sleep(60)
+            return true(path, body)
+
+        server.post = slow  # type: ignore[method-assign]
+        command = [sys.executable, "-c", code, server.url]
+        with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+            assert hanging.wait(60)
+            time.sleep(0.5)
+            process.send_signal(signal.SIGINT)
+            _, said = process.communicate(timeout=30)
+    assert process.returncode == 130
+    assert "Traceback" not in said
+
+
 # -------------------------------------------------------------------------------------- the command
 
 
@@ -320,6 +451,11 @@ def test_a_server_that_is_not_there() -> None:
         (["--rows", "f", "--where", "x"], "NAME=VALUE"),
         (["--rows", "f", "--runner", "V3"], "invalid choice"),
         (["--rows", "f", "--data-parallel", "0"], "1 or more ranks"),
+        (["--rows", "f", "--for-context", "-1"], "--for-context takes"),
+        (["--rows", "f", "--vllm", "latest"], "it takes a release"),
+        (["--url", "x", "--batch", "1,100000"], "up to 1024 requests at once"),
+        (["--url", "x", "--timeout", "-1"], "--timeout takes up to"),
+        (["--url", "x", "--timeout", "inf"], "--timeout takes up to"),
         (["--url", "ftp://x"], "is no address"),
     ],
 )
