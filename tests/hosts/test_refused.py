@@ -160,7 +160,7 @@ def stock(
     env = {"VLLM_PLUGINS": "none"}
     if host in BACKPORT:
         refusing = "aux-layers,drafter-rope,yarn-magnitude,drafter-positions,drafter-tensors,"
-        refusing += "draft-vocabulary,head-sharing,eagle31-drafter,cannot-work"
+        refusing += "draft-vocabulary,head-sharing,eagle31-drafter,replicated-drafter,cannot-work"
         env = {"VLLM_PLUGINS": harness.PLUGIN, "VLLM_KIMI_EAGLE3_DISABLE": refusing}
     taken = {name: {**jobs[name], "ask": []} for name in CASES}
     return run_config_probe(taken, tmp_path_factory.mktemp("stock"), cache, **env)

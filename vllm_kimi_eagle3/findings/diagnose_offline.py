@@ -82,7 +82,9 @@ its own belongs to another drafter; then the target's is better and not as good 
 Or the head fits its layer badly: a linear correction of what the head reads, fitted to one half \
 of the answers, makes significantly more drafts right on the other half. A head that was trained \
 with its layer leaves nothing to correct, whatever else is wrong. It takes 1,500 drafts or more to \
-see that, and the more of them the wider the drafter is.
+see that, and the more of them the wider the drafter is. Text of a kind that the drafter never \
+saw leaves a little to correct as well, so less than 2 points do not count, and less than 4 where \
+hardly a draft is right.
 
 {_SHOWN}""",
         upstream=(f"{_PULLS}28549",),
@@ -94,7 +96,8 @@ see that, and the more of them the wider the drafter is.
         """\
 Whichever way its checkpoint is read, less than a third of the first drafts is right. So it is not \
 a matter of settings: the weights are not whole, a part of them belongs to another drafter (a \
-head with other rows looks like that), or it was trained for another model altogether.""",
+head with other rows looks like that), it was trained for another model altogether, or the prompts \
+are of a kind that it never saw: a language, or no text at all.""",
     ),
     Kind(
         "diagnose-offline-weak",

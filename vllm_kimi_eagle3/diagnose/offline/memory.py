@@ -23,6 +23,9 @@ _FLOAT32 = 4
 _COPIES = 4
 # Rows of the head that are converted to float32 at a time (score.py).
 _HEAD_ROWS = 16_384
+# Square matrices of the hidden size that looking at the head keeps: the correction, its gradient,
+# and what L-BFGS remembers (refit.py).
+_MATRICES = 12
 
 
 @dataclass(frozen=True)
@@ -126,7 +129,8 @@ def drafter_memory(
     e = expected
     heads = e.num_heads * (e.qk_nope_head_dim + e.qk_rope_head_dim + e.v_head_dim or 3 * e.head_dim)
     joined = max(e.aux_count, 1) * e.target_hidden_size
-    return layers + rows, max(joined, heads, 2 * e.intermediate_size)
+    fit = _MATRICES * e.hidden_size**2 * _FLOAT32
+    return layers + rows + fit, max(joined, heads, 2 * e.intermediate_size)
 
 
 def _width(info: TensorInfo) -> int:

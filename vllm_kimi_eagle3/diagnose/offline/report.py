@@ -228,9 +228,6 @@ class Report:
             lines += ["", *field_lines("head", self.head, width)]
         for finding in self.findings:
             lines += ["", *finding_lines(finding, colour, width)]
-        if self.flag:
-            # On a line of its own and never wrapped: it is to be copied.
-            lines += ["", f"  {self.flag}"]
         if self.written:
             lines += field_lines("copy", self.written, width)
         lines += ["", self.verdict]

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 import zlib
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
@@ -410,15 +411,13 @@ class _Work:
             self.so_far = replace(self.so_far, written=f"{self.options.write}: {done}")
 
     def _describe(self, captured: Mapping[str, Any], texts: Sequence[Any], device: str) -> None:
-        kinds: dict[str, int] = {}
-        for text in texts:
-            kinds[text.kind or "prompt"] = kinds.get(text.kind or "prompt", 0) + 1
+        kinds = Counter(text.kind for text in texts if text.kind)
         said = ", ".join(f"{count} {kind}" for kind, count in kinds.items())
         answered = sum(len(text.places(self.asked.k)) for text in texts)
         how = (
-            f"{len(texts)} greedy answers of the target ({said}), {captured['tokens']:,} tokens "
-            f"with their prompts, of which drafts begin at {answered:,}; scored in float32 on "
-            f"{device}"
+            f"{len(texts)} greedy answers of the target{f' ({said})' if said else ''}, "
+            f"{captured['tokens']:,} tokens with their prompts, of which drafts begin at "
+            f"{answered:,}; scored in float32 on {device}"
         )
         if captured.get("left_out"):
             how += f"; {captured['left_out']} prompts did not fit"
@@ -530,14 +529,16 @@ class _Work:
             f"a draft at every token of the answers is right in {before:.1%}, and in {after:.1%} "
             "with what the head reads corrected by a fit to the other half of them"
         )
-        verdict = "something to correct" if found.significant else "nothing to correct"
+        verdict = "something to correct" if found.significant else "nothing or little to correct"
         self.so_far = replace(self.so_far, head=f"{verdict}: {said}")
         if found.significant:
             self.found.append(
                 Finding(
                     "diagnose-offline-own-part",
                     f"the head was not trained with the rest of the drafter: {said}",
-                    "get the lm_head.weight (and the d2t) that belongs to this checkpoint",
+                    "get the lm_head.weight (and the d2t) that belongs to this checkpoint; if it "
+                    "is the publisher's, look again with --prompts of the kind that it was "
+                    "trained on",
                     Evidence(key="lm_head.weight", value=f"{before:.1%} to {after:.1%}"),
                 )
             )
@@ -552,7 +553,8 @@ class _Work:
                     "diagnose-offline-none-fits",
                     f"the best reading gets {shown} of its first drafts right, and a healthy "
                     f"drafter more than {_COLLAPSED:.0%}",
-                    "get the checkpoint again from its publisher, and the one of this target",
+                    "get the checkpoint again from its publisher, and the one of this target; or "
+                    "give prompts of the kind that it was trained on with --prompts",
                     Evidence(key="first draft", value=shown),
                 )
             )

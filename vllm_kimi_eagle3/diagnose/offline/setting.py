@@ -129,7 +129,7 @@ def findings(subject: Subject, best: Reading, gain: str, evidence: str) -> list[
         found.append(
             Finding(
                 _KINDS[name],
-                f"the server uses {now}, and the drafter was trained with {then}: {gain}",
+                f"the server uses {now}, and the drafter drafts better with {then}: {gain}",
                 _fix(subject, best, name),
                 Evidence(key=described(best, subject.now), value=evidence),
             )

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from vllm_kimi_eagle3.checkpoint.rope import Rope
 from vllm_kimi_eagle3.diagnose.offline.hypotheses import Reading
-from vllm_kimi_eagle3.diagnose.offline.refit import MIN_PLACES, refit
+from vllm_kimi_eagle3.diagnose.offline.refit import MIN_PLACES, Refit, refit
 from vllm_kimi_eagle3.diagnose.offline.score import Text
 
 WIDTH, ROWS, K = 24, 60, 3
@@ -72,3 +72,18 @@ def test_a_head_of_another_drafter(noise: float) -> None:
 def test_too_few_drafts_show_nothing() -> None:
     made: Any = Made(turned=0.1, noise=0.5)
     assert refit(made, READING, texts(MIN_PLACES - 100), K) is None
+
+
+@pytest.mark.parametrize(
+    ("right", "corrected", "significant"),
+    [(16, 17, True), (16, 16, False), (5, 6, False), (5, 7, True)],
+)
+def test_what_another_kind_of_text_gains_does_not_count(
+    right: int, corrected: int, significant: bool
+) -> None:
+    """One of 32 where half of the drafts are right, and two where few are."""
+    windows = 100
+    noise = [(-1) ** index for index in range(windows)]
+    fitted = tuple(corrected + change for change in noise)
+    found = Refit(32 * windows, (right,) * windows, fitted)
+    assert found.significant == significant
