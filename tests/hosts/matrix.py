@@ -198,6 +198,13 @@ SCENARIOS = {
         {("0.32.0",): "Kimi runs on V2 there, whose loop is upstream's"},
         rarely=("0.15.1",),
     ),
+    "drafting loop: two ranks": Scenario(
+        "the same with two real ranks: the drafter split, and whole on each",
+        {
+            ("0.32.0",): "Kimi runs on V2 there, whose loop is upstream's",
+            ("0.15.1", "0.16.0", "0.20.2", "0.22.1"): "minutes; shown on 0.17.1 and 0.26.0",
+        },
+    ),
     "drafter forward": Scenario(
         "the drafter's forward pass on the plugin's kernels is the release's own, Llama and MLA",
         rarely=("0.15.1", "0.32.0"),

@@ -95,6 +95,30 @@ def test_each_proposal_is_stocks(
     assert {requests for _, requests in served} >= {3, 4}
 
 
+@scenario("drafting loop: two ranks")
+@pytest.mark.parametrize("ranks", ["split", "whole on each"])
+def test_two_ranks(
+    run_jobs: RunJobs, prompts: list[list[int]], expected: dict[str, Any], ranks: str
+) -> None:
+    """Each finds the best of its columns of the head and they exchange a key a request; or each
+    has the whole drafter, and nothing is exchanged."""
+    tokens = 24
+    engine = harness.engine_arguments(
+        drafter=LLAMA_DRAFTER, tensor_parallel_size=2, **drafting(True)
+    )
+    if ranks != "split":
+        engine["speculative_config"]["draft_tensor_parallel_size"] = 1
+    job = {"engine": engine, "prompts": prompts[:2], "max_tokens": tokens}
+    run = run_jobs(f"drafting loop, {ranks}", [job], env={**PAGED, "COMPARE_DRAFTS": "1"})
+    assert run.tokens == [output[:tokens] for output in expected["output_token_ids"][:2]]
+    assert run.log.count(SERVES) == 1
+    assert {act for act, _ in acts(run.log)} == {"whole", "tail"}
+    compared = COMPARED.findall(run.log)
+    assert compared
+    assert [line for line in compared if line[1] != "as stock's"] == []
+    assert ("replicated drafter: " in run.log) == (ranks != "split")
+
+
 def test_stocks_loop_serves_where_it_is_not_asked_for(with_llama: Run) -> None:
     """On the CPU the plugin's would not be ahead."""
     assert with_llama.tokens

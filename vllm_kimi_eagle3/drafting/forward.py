@@ -162,8 +162,10 @@ class DraftForward:
             return keys
         from vllm.distributed import tensor_model_parallel_all_gather
 
-        gathered: torch.Tensor = tensor_model_parallel_all_gather(keys, dim=0)
-        return gathered
+        # The CPU's gather moves no integers: the same bits under another name.
+        moved = keys.view(torch.float32) if keys.device.type == "cpu" else keys
+        gathered: torch.Tensor = tensor_model_parallel_all_gather(moved, dim=0)
+        return gathered.view(torch.int64)
 
     def top_tokens(self, for_head: torch.Tensor) -> torch.Tensor:
         """The target's ids of the best draft tokens, int64 ``[B]``; the same on every rank."""
