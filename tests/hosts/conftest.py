@@ -18,7 +18,7 @@ from .harness import Run
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
-        "--everything", action="store_true", help="also what `make test` shows on another host"
+        "--everything", action="store_true", help="also what takes minutes, as `make hosts` does"
     )
 
 
@@ -35,7 +35,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         row, host = matrix.SCENARIOS[marker.args[0]], harness.host_release()
         reason = row.absent_on(host)
         if reason is None and host in row.rarely and not item.config.getoption("everything", False):
-            reason = "minutes, and shown on another host: run with --everything (`make hosts` does)"
+            reason = "takes minutes: runs with --everything, as `make hosts` has it"
         if reason is not None:
             pytest.skip(f"{marker.args[0]}: {reason}")
 
