@@ -19,6 +19,7 @@ import pytest
 
 from tests.assets import variants
 from vllm_kimi_eagle3 import cli
+from vllm_kimi_eagle3.diagnose import drive
 
 from . import harness
 from .harness import LLAMA_DRAFTER, MLA_DRAFTER
@@ -153,12 +154,11 @@ def test_what_is_wrong_is_named(
     env = harness.environment(cache, mla=case.mla)
     if case.disabled:
         env["VLLM_KIMI_EAGLE3_DISABLE"] = case.disabled
-    words = [
-        "--prompts", str(_prompts(tmp_path, prompts, expected, case.lengths)),
-        "--tokens", str(ANSWER if case.lengths else expected["max_tokens"]),
-    ]  # fmt: skip
+    asked = _prompts(tmp_path, prompts, expected, case.lengths)
+    tokens = ANSWER if case.lengths else expected["max_tokens"]
+    words = ["--prompts", str(asked), "--tokens", str(tokens)]
     if not case.lengths:  # Other prompts than those of a good day.
-        words += ["--expect", str(_good_day(tmp_path, case.right))]
+        words += ["--expect", str(_good_day(tmp_path, case.right, asked, tokens))]
     log = tmp_path / "log.txt"
     with Server([*command_line(arguments), "--served-model-name", "tiny"], env, log) as server:
         code = cli.main(["diagnose", "--url", server.url, *words, "--json"])
@@ -199,10 +199,14 @@ def _prompts(
     return file
 
 
-def _good_day(folder: Path, right: str) -> Path:
+def _good_day(folder: Path, right: str, asked: Path, tokens: int) -> Path:
     """A report as `diagnose --json` would have written it of the pair that is right."""
     row = variants.expected_run(right)
     values = [count / row["num_drafts"] for count in row["num_accepted_tokens_per_pos"]]
     file = folder / "good.json"
-    file.write_text(json.dumps({"positions": [{"value": value} for value in values]}))
+    report = {
+        "prompts": drive.digest(drive.read_prompts(asked), tokens),
+        "positions": [{"value": value} for value in values],
+    }
+    file.write_text(json.dumps(report))
     return file
