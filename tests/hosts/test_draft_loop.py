@@ -113,9 +113,9 @@ def test_two_ranks(
     assert run.tokens == [output[:tokens] for output in expected["output_token_ids"][:2]]
     assert run.log.count(SERVES) == 1
     assert {act for act, _ in acts(run.log)} == {"whole", "tail"}
-    compared = COMPARED.findall(run.log)
-    assert compared
-    assert [line for line in compared if line[1] != "as stock's"] == []
+    # The ranks' lines may run into each other.
+    assert len(re.findall(r"drafts of \d+ requests: as stock's", run.log)) >= 10
+    assert re.findall(r"drafts of \d+ requests: (?!as stock's)", run.log) == []
     assert ("replicated drafter: " in run.log) == (ranks != "split")
 
 
