@@ -245,13 +245,13 @@ SCENARIOS = {
                 "0.22.1",
             ): "the same counters; a server takes a minute to start for each case",
         },
-        rarely=("0.17.1", "0.32.0"),
+        rarely=("0.32.0",),
     ),
     "diagnose --offline": Scenario(
         "one load of the target: its hidden states are the reference's, each way to break a "
         "drafter is named, and the printed setting restores the counts in this host's engine",
         {("0.15.1", "0.16.0", "0.20.2", "0.22.1"): "shown on 0.17.1, 0.26.0 and 0.32.0"},
-        rarely=("0.17.1", "0.32.0"),
+        rarely=("0.32.0",),
     ),
     "diagnose --offline: tensor parallel": Scenario(
         "the same hidden states from two ranks, the final one among them",
