@@ -404,7 +404,6 @@ class Bench:
 
         from vllm_kimi_eagle3.drafting.attend import paged_caches
         from vllm_kimi_eagle3.drafting.forward import DraftForward, Unsupported
-        from vllm_kimi_eagle3.pair import decisions_of
 
         self.one = one
         self.drafter = drafter = worker.model_runner.drafter
@@ -413,8 +412,7 @@ class Bench:
         self.vllm_config = drafter.vllm_config
         model = drafter.model
         self.model = model.unwrap() if hasattr(model, "unwrap") else model
-        decisions = decisions_of(drafter.draft_model_config.hf_config)
-        self.forward = DraftForward.of(self.model, decisions=decisions)
+        self.forward = DraftForward.of(self.model)
         facts = self.forward.attention
         self.page = drafter.block_size
         self.generator = torch.Generator(self.device).manual_seed(3)

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from vllm_kimi_eagle3.drafting import forward, loop, weights
-from vllm_kimi_eagle3.drafting.attend import PagedAttend, PagedCaches
+from vllm_kimi_eagle3.drafting.attend import PagedAttend, PagedCaches, cache_address
 from vllm_kimi_eagle3.drafting.forward import DraftForward
 from vllm_kimi_eagle3.drafting.weights import AttentionFacts, Product, Unsupported
 from vllm_kimi_eagle3.kernels import skinny_gemm
@@ -117,7 +117,7 @@ def test_logprobs_of_a_prompt_leave_a_proposal_to_stock() -> None:
         buckets=(4,),
         runner=SimpleNamespace(num_prompt_logprobs={}),
         forward=SimpleNamespace(attention=SimpleNamespace(layer=layer), aux_width=8),
-        _cache_address=loop._cache_address(layer),
+        _cache_address=cache_address(layer),
         _query_len=4,
         _can_tail=True,
     )

@@ -48,6 +48,12 @@ def has_cache(layer: Any) -> bool:
     return _bound(layer) is not None
 
 
+def cache_address(layer: Any) -> int:
+    """Where the attention layer's KV cache is in memory; 0 without one."""
+    cache = _bound(layer)
+    return 0 if cache is None else cache.data_ptr()
+
+
 def paged_caches(layer: Any) -> PagedCaches:
     """The cache of an attention layer (``facts.layer``), once vLLM has bound it.
 

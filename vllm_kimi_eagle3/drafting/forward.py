@@ -10,7 +10,7 @@ small gather where the head is split over ranks.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -68,18 +68,16 @@ class DraftForward:
         """The batches whose logits the library computes."""
 
     @classmethod
-    def of(cls, model: Any, *, decisions: Mapping[str, Any] | None = None) -> DraftForward:
+    def of(cls, model: Any) -> DraftForward:
         """The forward pass of a loaded drafter.
 
         Args:
             model: a release's class, the plugin's, ``completed`` or ``clamped``; its embedding and
                 head are in place, shared with the target or not.
-            decisions: of the pair; what they have changed is read from the model.
 
         Raises:
             Unsupported: with the reason.
         """
-        del decisions
         return cls(read_weights(model))
 
     def combine(self, aux: torch.Tensor) -> torch.Tensor:

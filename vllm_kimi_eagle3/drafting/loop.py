@@ -31,9 +31,8 @@ from vllm_kimi_eagle3.kernels.draft_state import (
     take_rows,
 )
 from vllm_kimi_eagle3.log import get_logger
-from vllm_kimi_eagle3.pair import decisions_of
 
-from .attend import PagedAttend, PagedCaches, paged_caches
+from .attend import PagedAttend, PagedCaches, cache_address, paged_caches
 from .forward import DraftForward
 from .plan import buckets_of, is_for, plan_or_stock
 from .ranks import first_rank, on_every_rank
@@ -184,7 +183,7 @@ class DraftLoop:
         for query_len in (self._query_len, 1):
             if why := PagedAttend.unsupported(facts, caches, query_len=query_len):
                 raise Unsupported(why)
-        self._cache_address = _cache_address(facts.layer)
+        self._cache_address = cache_address(facts.layer)
         self._buffers = DraftBuffers.of(
             max_batch=buckets[-1],
             query_len=self._query_len,
@@ -199,8 +198,7 @@ class DraftLoop:
             (buckets[-1], forward.hidden_size), dtype=forward.dtype, device=forward.device
         )
         self._scratch_batch, numel = _scratch(facts, buckets[-1], self._query_len, forward.device)
-        # Zeros: mha_decode keeps counters in it.
-        self._workspace = torch.zeros(numel, dtype=torch.float32, device=forward.device)
+        self._workspace = torch.empty(numel, dtype=torch.float32, device=forward.device)
         self._attends: dict[tuple[int, int], PagedAttend] = {}
         # Another wrapper than a module replays its forward pass without calling hooks.
         self._can_tail = isinstance(proposer.model, torch.nn.Module) and self.drafts > 1
@@ -214,12 +212,11 @@ class DraftLoop:
             Unsupported: the kernels cannot serve this drafter here.
         """
         config = proposer.vllm_config
-        draft = config.speculative_config.draft_model_config
         model = proposer.model
         # Upstream's wrapper of a graph with breaks, from 0.26 on.
         if not isinstance(model, torch.nn.Module) and hasattr(model, "unwrap"):
             model = model.unwrap()
-        forward = DraftForward.of(model, decisions=decisions_of(draft.hf_config))
+        forward = DraftForward.of(model)
         facts = forward.attention
         if _backend_name(facts.layer) == "TREE_ATTN":
             raise Unsupported("TREE_ATTN drafts a tree")
@@ -342,7 +339,7 @@ class DraftLoop:
         # left in the pool which these graphs use too.
         if getattr(self.runner, "num_prompt_logprobs", None):
             return STOCK, "logprobs of a prompt are asked for"
-        if _cache_address(self.forward.attention.layer) != self._cache_address:
+        if cache_address(self.forward.attention.layer) != self._cache_address:
             return STOCK, "the KV cache is another than at the start"
         if batch == 0 or call.next_token_ids.shape[0] != batch or call.target_positions.dim() != 1:
             return STOCK, "a batch of another shape"
@@ -698,13 +695,6 @@ def _scratch(
         half = batch // 2
         batch = max(half - half % _BATCH_STEP, _BATCH_STEP)
     return batch, numel(batch)
-
-
-def _cache_address(layer: Any) -> int:
-    cache = layer.kv_cache
-    if isinstance(cache, (list, tuple)):  # One for each virtual engine, in older releases.
-        cache = cache[0] if cache else None
-    return int(cache.data_ptr()) if isinstance(cache, torch.Tensor) else 0
 
 
 def _backend_name(layer: Any) -> str:

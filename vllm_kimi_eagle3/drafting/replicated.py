@@ -14,7 +14,7 @@ import copy
 import functools
 import math
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -72,17 +72,13 @@ def drafter_group(model: Any) -> Any:
     return get_tp_group() if own is None else own
 
 
-def as_tp_group(group: Any) -> AbstractContextManager[None]:
+@contextmanager
+def as_tp_group(group: Any) -> Iterator[None]:
     """Within it, ``group`` is the tensor-parallel group of this process.
 
     vLLM has such a context up to 0.22 (``patch_tensor_parallel_group``), which may not be entered
     twice; this may.
     """
-    return _as_tp_group(group)
-
-
-@contextmanager
-def _as_tp_group(group: Any) -> Iterator[None]:
     from vllm.distributed import parallel_state
 
     before = parallel_state._TP
