@@ -135,7 +135,7 @@ class Side:
     arch: str | None = None
     changes: tuple[tuple[str, Any], ...] = ()
 
-    def config(self, cell: Cell) -> architectures.MlaDecodeConfig:
+    def config(self, cell: Cell) -> architectures.DecodeConfig:
         """Ours: the launch configuration."""
         table = architectures.arch(CAPABILITIES[self.arch or ""])
         rows_ = cell.heads * cell.query_len

@@ -192,7 +192,7 @@ def resources(kernel: Any, seconds: float) -> Resources:
 
 
 def compile_launch(
-    arch: architectures.Arch, launch: Launch, config: architectures.MlaDecodeConfig
+    arch: architectures.Arch, launch: Launch, config: architectures.DecodeConfig
 ) -> list[Resources]:
     """The kernels of one launch, as it would run on a GPU of that architecture."""
     q_dtype = torch.bfloat16 if launch.kv == "fp8" else launch.kv_dtype
@@ -221,7 +221,7 @@ def compile_launch(
 
 def launches_of(
     arch: architectures.Arch,
-) -> Iterator[tuple[Launch, architectures.MlaDecodeConfig]]:
+) -> Iterator[tuple[Launch, architectures.DecodeConfig]]:
     """The launches that this architecture can run, each with its table's configuration."""
     for launch in LAUNCHES:
         rows, fp8 = launch.heads * launch.query_len, launch.kv == "fp8"

@@ -37,7 +37,7 @@ CONFIGS = sorted(
     {c for capability in arch.CAPABILITIES for c in arch.mha_decode_configs(capability)}, key=str
 )
 # Many programs with a tile each, so that parts are added in groups, and those of several requests.
-MANY_PARTS = arch.MhaDecodeConfig(16, 16, 4, 1, 20, 1)
+MANY_PARTS = arch.DecodeConfig(16, 16, 4, 1, 20, 1)
 
 
 @dataclasses.dataclass
@@ -130,9 +130,7 @@ def space_for(case: Case, factor: int = 1) -> Tensor:
     return space
 
 
-def run(
-    case: Case, config: arch.MhaDecodeConfig | None = None, space: Tensor | None = None
-) -> Tensor:
+def run(case: Case, config: arch.DecodeConfig | None = None, space: Tensor | None = None) -> Tensor:
     """The kernel's result over poisoned buffers; the counters are zero again."""
     q = case.tensors[0]
     if space is None:  # A config that is not in the table may start more programs.
@@ -144,7 +142,7 @@ def run(
     return out
 
 
-def assert_right(case: Case, config: arch.MhaDecodeConfig | None = None) -> None:
+def assert_right(case: Case, config: arch.DecodeConfig | None = None) -> None:
     out = run(case, config)
     exact = mha_decode_reference(*case.tensors, **case.keywords)
     assert (out.double() - exact).abs().max() <= ALLOWED[out.dtype]
@@ -183,7 +181,7 @@ ANY = settings(max_examples=20, deadline=None, suppress_health_check=list(Health
 
 @ANY
 @given(cases(), st.sampled_from([None, MANY_PARTS, *CONFIGS]))
-def test_any_shape(case: Case, config: arch.MhaDecodeConfig | None) -> None:
+def test_any_shape(case: Case, config: arch.DecodeConfig | None) -> None:
     if config is not None and case.tensors[0].dtype == FP32 and config is not MANY_PARTS:
         config = None
     exact = mha_decode_reference(*case.tensors, **case.keywords)
@@ -194,7 +192,7 @@ def test_any_shape(case: Case, config: arch.MhaDecodeConfig | None) -> None:
 
 @pytest.mark.parametrize("config", CONFIGS, ids=str)
 @pytest.mark.parametrize("fp8", [False, True], ids=["bf16", "fp8"])
-def test_every_config(config: arch.MhaDecodeConfig, fp8: bool) -> None:
+def test_every_config(config: arch.DecodeConfig, fp8: bool) -> None:
     assert_right(make_case(5, [0, 200, 0, 65, 3], query_len=4, fp8=fp8, head_dim=128), config)
 
 

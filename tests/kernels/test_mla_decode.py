@@ -35,7 +35,7 @@ CONFIGS = sorted(
 )
 
 
-def buffers(case: Case, config: arch.MlaDecodeConfig | None = None) -> dict[str, Tensor]:
+def buffers(case: Case, config: arch.DecodeConfig | None = None) -> dict[str, Tensor]:
     """Poisoned out, lse and workspace for a case; behind the workspace lies a mark."""
     q = case.tensors[0]
     rows, heads, _ = q.shape
@@ -57,7 +57,7 @@ def buffers(case: Case, config: arch.MlaDecodeConfig | None = None) -> dict[str,
     }
 
 
-def run(case: Case, config: arch.MlaDecodeConfig | None = None) -> tuple[Tensor, Tensor]:
+def run(case: Case, config: arch.DecodeConfig | None = None) -> tuple[Tensor, Tensor]:
     """The kernel's results over poisoned buffers."""
     given_buffers = buffers(case, config)
     out, lse = mla_decode(*case.tensors, **case.keywords, **given_buffers, config=config)
@@ -69,7 +69,7 @@ def run(case: Case, config: arch.MlaDecodeConfig | None = None) -> tuple[Tensor,
     return out, lse
 
 
-def assert_right(case: Case, config: arch.MlaDecodeConfig | None = None) -> None:
+def assert_right(case: Case, config: arch.DecodeConfig | None = None) -> None:
     """The kernel's results are the reference's."""
     out, lse = run(case, config)
     exact, exact_lse = mla_decode_reference(*case.tensors, **case.keywords)
@@ -118,19 +118,19 @@ ANY = settings(max_examples=20, deadline=None, suppress_health_check=list(Health
 
 @ANY
 @given(cases(fp8=False), st.sampled_from([None, *CONFIGS]))
-def test_any_shape(case: Case, config: arch.MlaDecodeConfig | None) -> None:
+def test_any_shape(case: Case, config: arch.DecodeConfig | None) -> None:
     assert_right(case, config)
 
 
 @ANY
 @given(cases(fp8=True), st.sampled_from([None, *CONFIGS]))
-def test_any_shape_in_fp8(case: Case, config: arch.MlaDecodeConfig | None) -> None:
+def test_any_shape_in_fp8(case: Case, config: arch.DecodeConfig | None) -> None:
     assert_right(case, config)
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=str)
 @pytest.mark.parametrize("kv_dtype", [BF16, FP8], ids=["bf16", "fp8"])
-def test_every_config(config: arch.MlaDecodeConfig, kv_dtype: torch.dtype) -> None:
+def test_every_config(config: arch.DecodeConfig, kv_dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(5)
     lengths = [0, 200, 0, 65, 3]
     assert_right(make_case(generator, lengths, heads=8, query_len=4, kv_dtype=kv_dtype), config)

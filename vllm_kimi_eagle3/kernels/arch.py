@@ -20,11 +20,12 @@ KIB = 1024
 
 
 @dataclass(frozen=True)
-class MlaDecodeConfig:
-    """How ``mla_decode`` is launched.
+class DecodeConfig:
+    """How ``mla_decode`` or ``mha_decode`` is launched.
 
     Attributes:
-        block_m: rows (query tokens times heads) of a program; more rows are more programs.
+        block_m: rows (query tokens times the heads that share a cache row) of a program; more
+            rows are more programs.
         block_n: cache rows in a tile.
         num_warps: warps of a program.
         num_stages: Triton's pipeline depth; ``num_stages - 1`` tiles are in flight.
@@ -40,25 +41,8 @@ class MlaDecodeConfig:
     min_tiles: int
 
 
-@dataclass(frozen=True)
-class MhaDecodeConfig:
-    """How ``mha_decode`` is launched; as of :class:`MlaDecodeConfig`.
-
-    Attributes:
-        block_m: rows (query tokens times the query heads of a key head) of a program.
-        block_n: cache rows in a tile.
-        num_warps: warps of a program.
-        num_stages: Triton's pipeline depth; ``num_stages - 1`` tiles are in flight.
-        programs_per_sm: programs that a multiprocessor holds at once; the grid is that many.
-        min_tiles: the fewest tiles of a program; fewer, and adding up costs more than it wins.
-    """
-
-    block_m: int
-    block_n: int
-    num_warps: int
-    num_stages: int
-    programs_per_sm: int
-    min_tiles: int
+_Table = dict[tuple[int, int], tuple[tuple[DecodeConfig, ...], tuple[DecodeConfig, ...]]]
+"""A launch table, by capability: (bf16 and fp16, fp8), each by rows; no fp8 before 8.9."""
 
 
 @dataclass(frozen=True)
@@ -152,36 +136,35 @@ def _arch_of_index(index: int) -> Arch:
 # block_n x 576 x 2 bytes (36 KiB for 32) a tile in flight; for fp8 one converted tile.
 _SMALL_BF16 = (
     # 92 KiB: two tiles in flight beside 16 rows.
-    MlaDecodeConfig(16, 32, 4, 3, 1, 2),
+    DecodeConfig(16, 32, 4, 3, 1, 2),
     # 74 KiB: one beside 32 rows.
-    MlaDecodeConfig(32, 32, 4, 2, 1, 2),
+    DecodeConfig(32, 32, 4, 2, 1, 2),
 )
 # The next fp8 tile waits in registers, 36 of a thread's; 54 and 72 KiB.
 _SMALL_FP8 = (
-    MlaDecodeConfig(16, 32, 4, 1, 1, 2),
-    MlaDecodeConfig(32, 32, 4, 1, 1, 2),
+    DecodeConfig(16, 32, 4, 1, 1, 2),
+    DecodeConfig(32, 32, 4, 1, 1, 2),
 )
 # The same tiles, and twice the shared memory: two programs a multiprocessor hide each other's
 # waits (H200: 215 us for 302); registers (2 x 128 threads x 255) allow no third.
 _LARGE_BF16 = (
-    MlaDecodeConfig(16, 32, 4, 3, 2, 2),
-    MlaDecodeConfig(32, 32, 4, 2, 2, 2),
+    DecodeConfig(16, 32, 4, 3, 2, 2),
+    DecodeConfig(32, 32, 4, 2, 2, 2),
 )
 _LARGE_FP8 = (
-    MlaDecodeConfig(16, 32, 4, 1, 2, 2),
-    MlaDecodeConfig(32, 32, 4, 1, 2, 2),
+    DecodeConfig(16, 32, 4, 1, 2, 2),
+    DecodeConfig(32, 32, 4, 1, 2, 2),
 )
 # 164 KiB a multiprocessor hold two programs of 16 rows only with one tile in flight each.
-_A100_BF16 = (MlaDecodeConfig(16, 32, 4, 2, 2, 2), _LARGE_BF16[1])
+_A100_BF16 = (DecodeConfig(16, 32, 4, 2, 2, 2), _LARGE_BF16[1])
 # 112 KiB, twice into 228. The queries are read from shared memory once a tile: tiles of 64 halve
 # that, which is what bounds 32 rows here (H200: 168 us for 215).
 _HOPPER_BF16 = (
-    MlaDecodeConfig(16, 32, 4, 3, 2, 2),
-    MlaDecodeConfig(32, 64, 4, 2, 2, 1),
+    DecodeConfig(16, 32, 4, 3, 2, 2),
+    DecodeConfig(32, 64, 4, 2, 2, 1),
 )
 
-_MLA_DECODE: dict[tuple[int, int], tuple[tuple[MlaDecodeConfig, ...], ...]] = {
-    # capability: (bf16 and fp16, fp8), each by rows. 8.0 and 8.6 have no fp8 instructions.
+_MLA_DECODE: _Table = {
     (8, 0): (_A100_BF16, ()),
     (8, 6): (_SMALL_BF16, ()),
     (8, 9): (_SMALL_BF16, _SMALL_FP8),
@@ -192,29 +175,18 @@ _MLA_DECODE: dict[tuple[int, int], tuple[tuple[MlaDecodeConfig, ...], ...]] = {
 }
 
 
-def mla_decode_configs(capability: tuple[int, int]) -> tuple[MlaDecodeConfig, ...]:
+def mla_decode_configs(capability: tuple[int, int]) -> tuple[DecodeConfig, ...]:
     """Every configuration that the table has for a capability."""
-    wide, fp8 = _table(capability)
-    return wide + fp8
+    return _configs(_MLA_DECODE, capability)
 
 
-def mla_decode_config(arch: Arch, *, rows: int, fp8: bool) -> MlaDecodeConfig:
+def mla_decode_config(arch: Arch, *, rows: int, fp8: bool) -> DecodeConfig:
     """The configuration for ``rows`` = query tokens times heads, and the cache's kind.
 
     Raises:
         ValueError: an fp8 cache on a GPU without fp8 instructions.
     """
-    table = _table(arch.capability)[fp8]
-    if not table:
-        raise ValueError(f"{arch.name} has no fp8 instructions; use a bfloat16 KV cache")
-    return next((c for c in table if c.block_m >= rows), table[-1])
-
-
-def _table(
-    capability: tuple[int, int],
-) -> tuple[tuple[MlaDecodeConfig, ...], tuple[MlaDecodeConfig, ...]]:
-    wide, fp8 = _MLA_DECODE[max(c for c in CAPABILITIES if c <= capability)]
-    return wide, fp8
+    return _config(_MLA_DECODE, arch, rows=rows, fp8=fp8)
 
 
 def workspace_numel(
@@ -238,24 +210,23 @@ def workspace_numel(
 # flight at once, so fewer would not be done sooner. 64 rows, of first passes only, are one program
 # of twice the warps: their sum would take half of 128 threads' registers.
 _MHA_SMALL = (
-    MhaDecodeConfig(16, 32, 4, 3, 2, 4),
-    MhaDecodeConfig(32, 32, 4, 3, 2, 4),
-    MhaDecodeConfig(64, 32, 8, 3, 1, 4),
+    DecodeConfig(16, 32, 4, 3, 2, 4),
+    DecodeConfig(32, 32, 4, 3, 2, 4),
+    DecodeConfig(64, 32, 8, 3, 1, 4),
 )
 _MHA_LARGE = (
-    MhaDecodeConfig(16, 64, 4, 3, 2, 2),
-    MhaDecodeConfig(32, 64, 4, 3, 2, 2),
-    MhaDecodeConfig(64, 64, 8, 3, 1, 2),
+    DecodeConfig(16, 64, 4, 3, 2, 2),
+    DecodeConfig(32, 64, 4, 3, 2, 2),
+    DecodeConfig(64, 64, 8, 3, 1, 2),
 )
 # The next fp8 tile waits in registers, 32 of a thread's for 64 tokens; beside 32 rows half of it.
 _MHA_FP8 = (
-    MhaDecodeConfig(16, 64, 4, 1, 2, 2),
-    MhaDecodeConfig(32, 32, 4, 1, 2, 4),
-    MhaDecodeConfig(64, 32, 8, 1, 1, 4),
+    DecodeConfig(16, 64, 4, 1, 2, 2),
+    DecodeConfig(32, 32, 4, 1, 2, 4),
+    DecodeConfig(64, 32, 8, 1, 1, 4),
 )
 
-_MHA_DECODE: dict[tuple[int, int], tuple[tuple[MhaDecodeConfig, ...], ...]] = {
-    # capability: (bf16 and fp16, fp8), each by rows. 8.0 and 8.6 have no fp8 instructions.
+_MHA_DECODE: _Table = {
     (8, 0): (_MHA_LARGE, ()),
     (8, 6): (_MHA_SMALL, ()),
     (8, 9): (_MHA_SMALL, _MHA_FP8),
@@ -266,24 +237,41 @@ _MHA_DECODE: dict[tuple[int, int], tuple[tuple[MhaDecodeConfig, ...], ...]] = {
 }
 
 
-def mha_decode_configs(capability: tuple[int, int]) -> tuple[MhaDecodeConfig, ...]:
+def mha_decode_configs(capability: tuple[int, int]) -> tuple[DecodeConfig, ...]:
     """Every configuration that the table has for a capability."""
-    wide, fp8 = _MHA_DECODE[max(c for c in CAPABILITIES if c <= capability)]
-    return wide + fp8
+    return _configs(_MHA_DECODE, capability)
 
 
-def mha_decode_config(arch: Arch, *, rows: int, itemsize: int) -> MhaDecodeConfig:
+def mha_decode_config(arch: Arch, *, rows: int, itemsize: int) -> DecodeConfig:
     """The configuration for ``rows`` of a key head and a cache of ``itemsize`` bytes a number.
 
     Raises:
         ValueError: an fp8 cache on a GPU without fp8 instructions.
     """
-    wide, fp8 = _MHA_DECODE[max(c for c in CAPABILITIES if c <= arch.capability)]
-    table = fp8 if itemsize == 1 else wide
-    if not table:
-        raise ValueError(f"{arch.name} has no fp8 instructions; use a bfloat16 KV cache")
-    config = next((c for c in table if c.block_m >= rows), table[-1])
+    config = _config(_MHA_DECODE, arch, rows=rows, fp8=itemsize == 1)
     if itemsize == 4:
         # For tests: float32 in the tiles' memory of bfloat16.
         config = replace(config, block_n=config.block_n // 2, min_tiles=config.min_tiles * 2)
     return config
+
+
+def _configs(table: _Table, capability: tuple[int, int]) -> tuple[DecodeConfig, ...]:
+    wide, fp8 = table[_known(capability)]
+    return wide + fp8
+
+
+def _config(table: _Table, arch: Arch, *, rows: int, fp8: bool) -> DecodeConfig:
+    """The first with as many rows, or the one with the most.
+
+    Raises:
+        ValueError: an fp8 cache on a GPU without fp8 instructions.
+    """
+    configs = table[_known(arch.capability)][fp8]
+    if not configs:
+        raise ValueError(f"{arch.name} has no fp8 instructions; use a bfloat16 KV cache")
+    return next((c for c in configs if c.block_m >= rows), configs[-1])
+
+
+def _known(capability: tuple[int, int]) -> tuple[int, int]:
+    """The capability of the tables that a GPU's is taken as."""
+    return max(c for c in CAPABILITIES if c <= capability)

@@ -17,7 +17,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .arch import Arch, MhaDecodeConfig, arch_of, mha_decode_config
+from .arch import Arch, DecodeConfig, arch_of, mha_decode_config
 from .mla_decode import (
     _check_result,
     _pages_of,
@@ -98,7 +98,7 @@ def mha_decode(
     k_scale: torch.Tensor | None = None,
     v_scale: torch.Tensor | None = None,
     max_batch: int | None = None,
-    config: MhaDecodeConfig | None = None,
+    config: DecodeConfig | None = None,
 ) -> torch.Tensor:
     """Causal attention of a uniform block of query tokens over each request's paged cache.
 
@@ -261,7 +261,7 @@ def make_workspace(
 
 
 def _sizes(
-    arch: Arch, config: MhaDecodeConfig, *, batch: int, rows: int, kv_heads: int, head_dim: int
+    arch: Arch, config: DecodeConfig, *, batch: int, rows: int, kv_heads: int, head_dim: int
 ) -> tuple[int, int, int, int]:
     """Both sizes of the grid, and elements of partial results and of counters.
 

@@ -20,7 +20,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .arch import Arch, MlaDecodeConfig, arch_of, mla_decode_config, workspace_numel
+from .arch import Arch, DecodeConfig, arch_of, mla_decode_config, workspace_numel
 
 __all__ = ["MAX_QUERY_LEN", "combine_shape", "mla_decode", "unsupported", "workspace_numel"]
 
@@ -88,7 +88,7 @@ def mla_decode(
     kv_scale: torch.Tensor | None = None,
     causal: bool = True,
     max_batch: int | None = None,
-    config: MlaDecodeConfig | None = None,
+    config: DecodeConfig | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention of a uniform block of query tokens over the paged latent cache of each request.
 
