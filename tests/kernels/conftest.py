@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Imports the kernels as interpreted ones, before any test module does."""
+"""Imports the kernels as interpreted ones, before any test module does; records their launches."""
 
 from __future__ import annotations
 
 import importlib
 import importlib.util
 import pkgutil
+from typing import Any
 
 import pytest
 import torch
@@ -35,3 +36,22 @@ def pytest_configure(config: pytest.Config) -> None:
         "invalid value encountered:RuntimeWarning",
     ):
         config.addinivalue_line("filterwarnings", f"ignore:{warning}")
+
+
+@pytest.fixture
+def launches(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The launches of kernels, which do not run: name, grid and arguments, tensors by address."""
+    from triton.runtime.interpreter import InterpretedFunction
+
+    seen: list[Any] = []
+
+    def record(value: Any) -> Any:
+        return ("at", value.data_ptr(), value.dtype) if isinstance(value, torch.Tensor) else value
+
+    def launch(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
+        assert all(side > 0 for side in grid)
+        named = {name: record(value) for name, value in kwargs.items()}
+        seen.append((self.fn.__name__, grid, [record(value) for value in args], named))
+
+    monkeypatch.setattr(InterpretedFunction, "run", launch)
+    return seen

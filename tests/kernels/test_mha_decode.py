@@ -17,7 +17,6 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from triton.runtime.interpreter import InterpretedFunction
 
 from vllm_kimi_eagle3.kernels import arch
 from vllm_kimi_eagle3.kernels.mha_decode import (
@@ -258,22 +257,6 @@ def test_allocates_out_if_not_given() -> None:
     case = make_case(3, [30], query_len=2)
     out = mha_decode(*case.tensors, **case.keywords, workspace=space_for(case))
     assert torch.equal(out, run(case))
-
-
-@pytest.fixture
-def launches(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """The launches of kernels, which do not run: name, grid and arguments, tensors by address."""
-    seen: list[Any] = []
-
-    def record(value: Any) -> Any:
-        return ("at", value.data_ptr(), value.dtype) if isinstance(value, Tensor) else value
-
-    def launch(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
-        named = {name: record(value) for name, value in kwargs.items()}
-        seen.append((self.fn.__name__, grid, [record(value) for value in args], named))
-
-    monkeypatch.setattr(InterpretedFunction, "run", launch)
-    return seen
 
 
 def test_a_launch_does_not_depend_on_the_lengths(launches: list[Any]) -> None:

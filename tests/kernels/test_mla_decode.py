@@ -14,14 +14,13 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from triton.runtime.interpreter import InterpretedFunction
 
 from vllm_kimi_eagle3.kernels import arch
 from vllm_kimi_eagle3.kernels.mla_decode import mla_decode, unsupported, workspace_numel
 from vllm_kimi_eagle3.kernels.reference import mla_decode_reference
 
 from .cases import Case, R, make_case
+from .operations import Operations
 
 BF16, FP16, FP8 = torch.bfloat16, torch.float16, torch.float8_e4m3fn
 # Absolute, of the output. The issue's bound for bfloat16; float16 rounds eight times finer, but the
@@ -215,34 +214,6 @@ def test_queries_in_two_parts(kv_dtype: torch.dtype) -> None:
     assert latent.stride() != q[..., :R].contiguous().stride()
     parts = mla_decode((latent, q[..., R:]), *rest, **case.keywords, **buffers(case))
     assert all(torch.equal(a, b) for a, b in zip(parts, whole, strict=True))
-
-
-class Operations(TorchDispatchMode):
-    """Records every torch operation, those that allocate or wait for the device among them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.seen.append(func.overloadpacket.__name__)
-        return func(*args, **(kwargs or {}))
-
-
-@pytest.fixture
-def launches(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """The launches of kernels, which do not run: name, grid and arguments, tensors by address."""
-    seen: list[Any] = []
-
-    def record(value: Any) -> Any:
-        return ("at", value.data_ptr(), value.dtype) if isinstance(value, Tensor) else value
-
-    def launch(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
-        named = {name: record(value) for name, value in kwargs.items()}
-        seen.append((self.fn.__name__, grid, [record(value) for value in args], named))
-
-    monkeypatch.setattr(InterpretedFunction, "run", launch)
-    return seen
 
 
 def test_a_launch_does_not_depend_on_the_lengths(launches: list[Any]) -> None:
