@@ -18,23 +18,26 @@ import triton
 import triton.language as tl
 
 from .arch import Arch, DecodeConfig, arch_of, mha_decode_config
-from .mla_decode import (
-    _check_result,
-    _pages_of,
-    _product_type,
-    _queries,
-    _queries_in_fours,
-    _schedule,
-    _softmax_step,
-    _unpack,
+from .paged import (
+    LOG2_E,
+    MAX_QUERY_LEN,
+    batch_block,
+    check_fp8,
+    check_requests,
+    check_workspace,
+    pages_of,
+    product_type,
+    queries,
+    queries_in_fours,
+    rows_in_page,
+    schedule,
+    softmax_step,
+    unpack,
 )
+from .rows import check
 
 __all__ = ["MAX_QUERY_LEN", "make_workspace", "mha_decode", "unsupported", "workspace_numel"]
 
-MAX_QUERY_LEN = 9
-"""The most query tokens of one request in a call: eight drafts and the token before them."""
-
-LOG2_E = 1.4426950408889634
 # Parts that one program adds up: more of them, and they are added in groups and then the groups.
 _GROUP = 16
 # Of the workspace, where programs count the parts that are done. Partial results take more than
@@ -139,7 +142,7 @@ def mha_decode(
     _check(q, k_cache, v_cache, block_table, seq_lens, query_len, k_scale, v_scale)
     if out is None:
         out = q.new_empty(tokens, heads, head_dim)
-    _check_result("out", out, (tokens, heads, head_dim), q.dtype)
+    check("out", out, (tokens, heads, head_dim), q.dtype)
     if batch == 0:
         return out
 
@@ -156,22 +159,11 @@ def mha_decode(
         arch, config, batch=batch, rows=rows, kv_heads=kv_heads, head_dim=head_dim
     )
     counted = _counted(workspace.numel())
-    if (
-        counters > counted
-        or partials > workspace.numel() - counted
-        or workspace.dtype != torch.float32
-        or not workspace.is_contiguous()
-    ):
-        raise ValueError(
-            f"workspace has {workspace.numel()} elements of {workspace.dtype}, strides "
-            f"{tuple(workspace.stride())}; this call needs {_total(partials, counters)} of "
-            "torch.float32, contiguous (see workspace_numel)"
-        )
-    few_requests = 16
-    if batch > few_requests:
-        batch_block = triton.next_power_of_2(max(batch, max_batch or 0))
-    else:
-        batch_block = few_requests
+    check_workspace(
+        workspace,
+        _total(partials, counters),
+        enough=counters <= counted and partials <= workspace.numel() - counted,
+    )
     _attend_and_add[(blocks, programs)](
         q,
         k_cache,
@@ -203,7 +195,7 @@ def mha_decode(
         PAGE=page,
         FP8=fp8,
         INTERPRETED=_INTERPRETED,
-        BATCH_BLOCK=batch_block,
+        BATCH_BLOCK=batch_block(batch, max_batch),
         BLOCK_M=config.block_m,
         BLOCK_N=config.block_n,
         MIN_TILES=config.min_tiles,
@@ -298,7 +290,6 @@ def _check(
     v_scale: torch.Tensor | None,
 ) -> None:
     tokens, heads, head_dim = q.shape
-    batch = seq_lens.shape[0]
     if k_cache.shape != v_cache.shape or k_cache.dtype != v_cache.dtype:
         raise ValueError(
             f"k_cache is {tuple(k_cache.shape)} of {k_cache.dtype} and v_cache "
@@ -315,61 +306,15 @@ def _check(
     )
     if why is not None:
         raise ValueError(why)
-    if tokens != batch * query_len:
-        raise ValueError(
-            f"q has {tokens} tokens; seq_lens has {batch} requests of {query_len} tokens each"
-        )
     if k_cache.shape[3] != head_dim:
         raise ValueError(f"a head of q is {head_dim} wide and one of the caches {k_cache.shape[3]}")
-    if block_table.shape[0] < batch:
-        raise ValueError(f"block_table has {block_table.shape[0]} rows for {batch} requests")
-    for name, tensor in (
-        ("q", q),
-        ("k_cache", k_cache),
-        ("v_cache", v_cache),
-        ("block_table", block_table),
-    ):
-        if tensor.stride(-1) != 1:
-            raise ValueError(f"{name} has last stride {tensor.stride(-1)}; it must be 1")
-    for name, tensor in (("block_table", block_table), ("seq_lens", seq_lens)):
-        if tensor.dtype != torch.int32:
-            raise ValueError(f"{name} is {tensor.dtype}; it must be torch.int32")
-    if k_cache.dtype != torch.float8_e4m3fn:
-        return
-    for name, factor in (("k_scale", k_scale), ("v_scale", v_scale)):
-        if factor is None or factor.numel() != 1 or factor.dtype != torch.float32:
-            raise ValueError(f"an fp8 cache needs {name}, a float32 tensor of one element")
-    for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
-        if any(stride % 4 for stride in cache.stride()[:-1]):
-            raise ValueError(
-                f"an fp8 {name} has strides {tuple(cache.stride())}; it is read in words of 4 "
-                "bytes, so all but the last must be multiples of 4"
-            )
-
-
-@triton.jit
-def _offsets_of(
-    page,
-    n,
-    seq_len,
-    tokens,
-    stride_page,
-    stride_token,
-    PAGE: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
-    """Where the cache rows of the tile from token ``n`` on begin.
-
-    Past the end the last row is taken again: what lies there may be no number at all, and no
-    number times a weight of 0 is not 0.
-    """
-    n = tl.minimum(n, seq_len - 1)
-    token = tl.minimum(n + tokens, seq_len - 1)
-    if PAGE % BLOCK_N == 0:
-        row = token - n // PAGE * PAGE
-    else:
-        row = token % PAGE
-    return page.to(tl.int64) * stride_page + row * stride_token
+    check_requests(
+        tokens, query_len, block_table, seq_lens,
+        ("q", q), ("k_cache", k_cache), ("v_cache", v_cache),
+    )  # fmt: skip
+    if k_cache.dtype == torch.float8_e4m3fn:
+        check_fp8("k_cache", k_cache, "k_scale", k_scale)
+        check_fp8("v_cache", v_cache, "v_scale", v_scale)
 
 
 @triton.jit
@@ -480,7 +425,7 @@ def _attend_and_add(
     block = tl.program_id(0)
     part = tl.program_id(1)
     kv_head = block // ROW_BLOCKS
-    _requests, ends, total, share = _schedule(
+    _requests, ends, total, share = schedule(
         seq_lens, batch, programs, BATCH_BLOCK, BLOCK_N, MIN_TILES
     )
     tile = part * share
@@ -527,35 +472,29 @@ def _attend_and_add(
         q_rows += query * stride_q_token + head * stride_q_head
         pages = block_table + request.to(tl.int64) * stride_block_table
         # The page of a tile is looked up while the tile before it is worked on.
-        page = _pages_of(pages, first_token, seq_len, tokens, PAGE, BLOCK_N)
+        page = pages_of(pages, first_token, seq_len, tokens, PAGE, BLOCK_N)
         norm = tl.zeros([BLOCK_M], tl.float32)
         peak = tl.full([BLOCK_M], float("-inf"), tl.float32)
         if FP8:
-            q0, q1, q2, q3 = _queries_in_fours(q_rows, row_mask, BLOCK_M, QUARTER)
-            k_rows = k_head + _offsets_of(
-                page, first_token, seq_len, tokens, stride_k_page, stride_k_token, PAGE, BLOCK_N
-            )
-            v_rows = v_head + _offsets_of(
-                page, first_token, seq_len, tokens, stride_v_page, stride_v_token, PAGE, BLOCK_N
-            )
+            q0, q1, q2, q3 = queries_in_fours(q_rows, row_mask, BLOCK_M, QUARTER)
+            at = rows_in_page(first_token, seq_len, tokens, PAGE, BLOCK_N)
+            k_rows = k_head + (page.to(tl.int64) * stride_k_page + at * stride_k_token)
+            v_rows = v_head + (page.to(tl.int64) * stride_v_page + at * stride_v_token)
             k_words = tl.load(k_rows[:, None] + words[None, :])
             v_words = tl.load(v_rows[:, None] + words[None, :])
-            page = _pages_of(pages, first_token + BLOCK_N, seq_len, tokens, PAGE, BLOCK_N)
+            page = pages_of(pages, first_token + BLOCK_N, seq_len, tokens, PAGE, BLOCK_N)
             acc0 = tl.zeros([BLOCK_M, QUARTER], tl.float32)
             acc1 = tl.zeros([BLOCK_M, QUARTER], tl.float32)
             acc2 = tl.zeros([BLOCK_M, QUARTER], tl.float32)
             acc3 = tl.zeros([BLOCK_M, QUARTER], tl.float32)
             for n in tl.range(first_token, end_token, BLOCK_N, num_stages=1):
-                k0, k1, k2, k3 = _unpack(k_words, INTERPRETED)
-                v0, v1, v2, v3 = _unpack(v_words, INTERPRETED)
+                k0, k1, k2, k3 = unpack(k_words, INTERPRETED)
+                v0, v1, v2, v3 = unpack(v_words, INTERPRETED)
                 after = n + BLOCK_N
-                k_rows = k_head + _offsets_of(
-                    page, after, seq_len, tokens, stride_k_page, stride_k_token, PAGE, BLOCK_N
-                )
-                v_rows = v_head + _offsets_of(
-                    page, after, seq_len, tokens, stride_v_page, stride_v_token, PAGE, BLOCK_N
-                )
-                page = _pages_of(pages, after + BLOCK_N, seq_len, tokens, PAGE, BLOCK_N)
+                at = rows_in_page(after, seq_len, tokens, PAGE, BLOCK_N)
+                k_rows = k_head + (page.to(tl.int64) * stride_k_page + at * stride_k_token)
+                v_rows = v_head + (page.to(tl.int64) * stride_v_page + at * stride_v_token)
+                page = pages_of(pages, after + BLOCK_N, seq_len, tokens, PAGE, BLOCK_N)
                 k_words = tl.load(k_rows[:, None] + words[None, :])
                 v_words = tl.load(v_rows[:, None] + words[None, :])
                 scores = tl.dot(q0, tl.trans(k0))
@@ -563,7 +502,7 @@ def _attend_and_add(
                 scores = tl.dot(q2, tl.trans(k2), scores)
                 scores = tl.dot(q3, tl.trans(k3), scores)
                 seen = (n + tokens)[None, :] < extent
-                weights, shrink, peak, norm = _softmax_step(scores * scale_log2, seen, peak, norm)
+                weights, shrink, peak, norm = softmax_step(scores * scale_log2, seen, peak, norm)
                 weights = weights.to(tl.float16)
                 acc0 = tl.dot(weights, v0, acc0 * shrink)
                 acc1 = tl.dot(weights, v1, acc1 * shrink)
@@ -571,21 +510,18 @@ def _attend_and_add(
                 acc3 = tl.dot(weights, v3, acc3 * shrink)
             acc = _side_by_side(acc0, acc1, acc2, acc3, BLOCK_M, DIM) * tl.load(v_scale)
         else:
-            q = _queries(q_rows, cols, row_mask, K, INTERPRETED)
+            q = queries(q_rows, cols, row_mask, K, INTERPRETED)
             acc = tl.zeros([BLOCK_M, DIM], tl.float32)
             for n in tl.range(first_token, end_token, BLOCK_N, num_stages=STAGES):
-                k_rows = k_head + _offsets_of(
-                    page, n, seq_len, tokens, stride_k_page, stride_k_token, PAGE, BLOCK_N
-                )
-                v_rows = v_head + _offsets_of(
-                    page, n, seq_len, tokens, stride_v_page, stride_v_token, PAGE, BLOCK_N
-                )
-                page = _pages_of(pages, n + BLOCK_N, seq_len, tokens, PAGE, BLOCK_N)
-                k = _product_type(tl.load(k_rows[:, None] + cols[None, :]), INTERPRETED)
-                v = _product_type(tl.load(v_rows[:, None] + cols[None, :]), INTERPRETED)
+                at = rows_in_page(n, seq_len, tokens, PAGE, BLOCK_N)
+                k_rows = k_head + (page.to(tl.int64) * stride_k_page + at * stride_k_token)
+                v_rows = v_head + (page.to(tl.int64) * stride_v_page + at * stride_v_token)
+                page = pages_of(pages, n + BLOCK_N, seq_len, tokens, PAGE, BLOCK_N)
+                k = product_type(tl.load(k_rows[:, None] + cols[None, :]), INTERPRETED)
+                v = product_type(tl.load(v_rows[:, None] + cols[None, :]), INTERPRETED)
                 scores = tl.dot(q, tl.trans(k), input_precision="ieee")
                 seen = (n + tokens)[None, :] < extent
-                weights, shrink, peak, norm = _softmax_step(scores * scale_log2, seen, peak, norm)
+                weights, shrink, peak, norm = softmax_step(scores * scale_log2, seen, peak, norm)
                 acc = tl.dot(weights.to(v.dtype), v, acc * shrink, input_precision="ieee")
         acc = acc * (1.0 / tl.where(norm == 0.0, 1.0, norm))[:, None]
 

@@ -21,13 +21,26 @@ import triton
 import triton.language as tl
 
 from .arch import Arch, DecodeConfig, arch_of, mla_decode_config, workspace_numel
+from .paged import (
+    LOG2_E,
+    MAX_QUERY_LEN,
+    batch_block,
+    check_fp8,
+    check_requests,
+    check_workspace,
+    pages_of,
+    product_type,
+    queries,
+    queries_in_fours,
+    rows_in_page,
+    schedule,
+    softmax_step,
+    unpack,
+)
+from .rows import check
 
 __all__ = ["MAX_QUERY_LEN", "combine_shape", "mla_decode", "unsupported", "workspace_numel"]
 
-MAX_QUERY_LEN = 9
-"""The most query tokens of one request in a call: eight drafts and the token before them."""
-
-LOG2_E = 1.4426950408889634
 LN_2 = tl.constexpr(0.6931471805599453)
 
 _INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"
@@ -138,8 +151,8 @@ def mla_decode(
         out = q_latent.new_empty(tokens, heads, rank)
     if lse is None:
         lse = q_latent.new_empty(tokens, heads, dtype=torch.float32)
-    _check_result("out", out, (tokens, heads, rank), q_latent.dtype)
-    _check_result("lse", lse, (tokens, heads), torch.float32)
+    check("out", out, (tokens, heads, rank), q_latent.dtype)
+    check("lse", lse, (tokens, heads), torch.float32)
     if batch == 0:
         return out, lse
 
@@ -154,23 +167,10 @@ def mla_decode(
     programs = max(1, arch.sm_count * config.programs_per_sm // row_blocks)
     slots = programs + batch
     needed = slots * rows * (rank + 1)
-    if (
-        workspace.numel() < needed
-        or workspace.dtype != torch.float32
-        or not workspace.is_contiguous()
-    ):
-        raise ValueError(
-            f"workspace has {workspace.numel()} elements of {workspace.dtype}, strides "
-            f"{tuple(workspace.stride())}; this call needs {needed} of torch.float32, contiguous "
-            "(see workspace_numel)"
-        )
+    check_workspace(workspace, needed, enough=workspace.numel() >= needed)
     partial_out = workspace
     partial_lse = workspace[slots * rows * rank :]
-    few_requests = 16
-    if batch > few_requests:
-        batch_block = triton.next_power_of_2(max(batch, max_batch or 0))
-    else:
-        batch_block = few_requests
+    requests = batch_block(batch, max_batch)
     _attend[(row_blocks, programs)](
         q_latent,
         q_rope,
@@ -198,7 +198,7 @@ def mla_decode(
         CAUSAL=causal,
         FP8=fp8,
         INTERPRETED=_INTERPRETED,
-        BATCH_BLOCK=batch_block,
+        BATCH_BLOCK=requests,
         BLOCK_M=config.block_m,
         BLOCK_N=config.block_n,
         MIN_TILES=config.min_tiles,
@@ -221,7 +221,7 @@ def mla_decode(
         HEADS=heads,
         QUERY_LEN=query_len,
         RANK=rank,
-        BATCH_BLOCK=batch_block,
+        BATCH_BLOCK=requests,
         BLOCK_N=config.block_n,
         MIN_TILES=config.min_tiles,
         BLOCK_R=block_r,
@@ -259,7 +259,6 @@ def _check(
     kv_scale: torch.Tensor | None,
 ) -> None:
     tokens, heads, rank = q_latent.shape
-    batch = seq_lens.shape[0]
     why = unsupported(
         heads=heads,
         query_len=query_len,
@@ -276,107 +275,15 @@ def _check(
             f"the parts of q are {tuple(q_latent.shape)} of {q_latent.dtype} and "
             f"{tuple(q_rope.shape)} of {q_rope.dtype}; they must agree in all but the last size"
         )
-    if tokens != batch * query_len:
-        raise ValueError(
-            f"q has {tokens} tokens; seq_lens has {batch} requests of {query_len} tokens each"
-        )
     width = rank + q_rope.shape[-1]
     if kv_cache.shape[-1] != width:
         raise ValueError(f"q is {width} wide and a row of kv_cache is {kv_cache.shape[-1]}")
-    if block_table.shape[0] < batch:
-        raise ValueError(f"block_table has {block_table.shape[0]} rows for {batch} requests")
-    for name, tensor in (
-        ("q", q_latent),
-        ("q", q_rope),
-        ("kv_cache", kv_cache),
-        ("block_table", block_table),
-    ):
-        if tensor.stride(-1) != 1:
-            raise ValueError(f"{name} has last stride {tensor.stride(-1)}; it must be 1")
-    for name, tensor in (("block_table", block_table), ("seq_lens", seq_lens)):
-        if tensor.dtype != torch.int32:
-            raise ValueError(f"{name} is {tensor.dtype}; it must be torch.int32")
-    if kv_cache.dtype != torch.float8_e4m3fn:
-        return
-    if kv_scale is None or kv_scale.numel() != 1 or kv_scale.dtype != torch.float32:
-        raise ValueError("an fp8 cache needs kv_scale, a float32 tensor of one element")
-    if kv_cache.stride(0) % 4 or kv_cache.stride(1) % 4:
-        raise ValueError(
-            f"an fp8 kv_cache has strides {tuple(kv_cache.stride())}; it is read in words of 4 "
-            "bytes, so all but the last must be multiples of 4"
-        )
-
-
-def _check_result(
-    name: str, tensor: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype
-) -> None:
-    if tuple(tensor.shape) != shape or tensor.dtype != dtype or tensor.stride(-1) != 1:
-        raise ValueError(
-            f"{name} is {tuple(tensor.shape)} of {tensor.dtype} with last stride "
-            f"{tensor.stride(-1)}; it must be {shape} of {dtype} with last stride 1"
-        )
-
-
-@triton.jit
-def _schedule(
-    seq_lens,
-    batch,
-    programs,
-    BATCH_BLOCK: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    MIN_TILES: tl.constexpr,
-):
-    """Where every request ends in the list of all tiles, and how many tiles a program takes."""
-    requests = tl.arange(0, BATCH_BLOCK)
-    lens = tl.load(seq_lens + requests, mask=requests < batch, other=0)
-    ends = tl.cumsum((lens + BLOCK_N - 1) // BLOCK_N, 0)
-    total = tl.max(ends, 0)
-    share = tl.maximum((total + programs - 1) // programs, MIN_TILES)
-    return requests, ends, total, share
-
-
-@triton.jit
-def _product_type(x, INTERPRETED: tl.constexpr):
-    """``x`` as products take it; the interpreter takes the bits of bfloat16 for integers."""
-    if INTERPRETED:
-        x = x.to(tl.float32)
-    return x
-
-
-@triton.jit
-def _unpack(words, INTERPRETED: tl.constexpr):
-    """Words of four fp8 values as four tiles of float16, which has all values of float8_e4m3.
-
-    Tile j has byte j of every word, that is every fourth column from j on. Impure assembly, since
-    Triton moves a pure conversion behind shared memory: then it is done twice, for scores and for
-    values, and the second time on a layout that must be gathered byte by byte.
-    """
-    if INTERPRETED:
-        b0 = (words & 0xFF).to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(tl.float16)
-        b1 = (words >> 8 & 0xFF).to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(tl.float16)
-        b2 = (words >> 16 & 0xFF).to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(tl.float16)
-        b3 = (words >> 24 & 0xFF).to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(tl.float16)
-    else:
-        b0, b1, b2, b3 = tl.inline_asm_elementwise(
-            """{
-            .reg .b32 bytes01, bytes23;
-            .reg .b16 low, high;
-            prmt.b32 bytes01, $4, $5, 0x5140;
-            prmt.b32 bytes23, $4, $5, 0x7362;
-            mov.b32 {low, high}, bytes01;
-            cvt.rn.f16x2.e4m3x2 $0, low;
-            cvt.rn.f16x2.e4m3x2 $1, high;
-            mov.b32 {low, high}, bytes23;
-            cvt.rn.f16x2.e4m3x2 $2, low;
-            cvt.rn.f16x2.e4m3x2 $3, high;
-            }""",
-            "=r,=r,=r,=r,r,r",
-            [words],
-            dtype=(tl.float16, tl.float16, tl.float16, tl.float16),
-            is_pure=False,
-            pack=2,
-        )
-    return b0, b1, b2, b3
+    check_requests(
+        tokens, query_len, block_table, seq_lens,
+        ("q", q_latent), ("q", q_rope), ("kv_cache", kv_cache),
+    )  # fmt: skip
+    if kv_cache.dtype == torch.float8_e4m3fn:
+        check_fp8("kv_cache", kv_cache, "kv_scale", kv_scale)
 
 
 @triton.jit
@@ -400,80 +307,6 @@ def _row_mask(rows, COUNT: tl.constexpr, BLOCK_M: tl.constexpr, SPARE: tl.conste
     else:
         mask = rows < COUNT
     return mask
-
-
-@triton.jit
-def _queries(rows, cols, row_mask, KV, INTERPRETED: tl.constexpr):
-    """A tile of queries in the type of the products."""
-    x = tl.load(rows[:, None] + cols[None, :], mask=row_mask[:, None], other=0.0)
-    return _product_type(x.to(KV.dtype.element_ty), INTERPRETED)
-
-
-@triton.jit
-def _queries_in_fours(rows, row_mask, BLOCK_M: tl.constexpr, QUARTER: tl.constexpr):
-    """Four tiles of queries as float16: tile j has every fourth column from j on, as `_unpack`.
-
-    Loaded side by side and then split: a thread that loads every fourth column alone takes as
-    many transactions as there are elements. What float16 does not hold is cut off: an infinity
-    less an infinity is no number.
-    """
-    cols = tl.arange(0, 4 * QUARTER)
-    x = tl.load(rows[:, None] + cols[None, :], mask=row_mask[:, None], other=0.0).to(tl.float32)
-    x = tl.minimum(tl.maximum(x, -65504.0), 65504.0).to(tl.float16)
-    even, odd = tl.split(tl.reshape(x, [BLOCK_M, QUARTER, 2, 2]))
-    x0, x2 = tl.split(even)
-    x1, x3 = tl.split(odd)
-    return x0, x1, x2, x3
-
-
-@triton.jit
-def _pages_of(pages, n, seq_len, tokens, PAGE: tl.constexpr, BLOCK_N: tl.constexpr):
-    """The page of the tile from token ``n`` on, or of each of its tokens; never past the end."""
-    n = tl.minimum(n, seq_len - 1)
-    if PAGE % BLOCK_N == 0:
-        page = tl.load(pages + n // PAGE)
-    else:
-        page = tl.load(pages + tl.minimum(n + tokens, seq_len - 1) // PAGE)
-    return page
-
-
-@triton.jit
-def _rows_of(
-    KV,
-    page,
-    n,
-    seq_len,
-    tokens,
-    stride_page,
-    stride_token,
-    PAGE: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
-    """Pointers to the cache rows of the tile from token ``n`` on.
-
-    Past the end the last row is taken again: what lies there may be no number at all, and no
-    number times a weight of 0 is not 0.
-    """
-    n = tl.minimum(n, seq_len - 1)
-    token = tl.minimum(n + tokens, seq_len - 1)
-    if PAGE % BLOCK_N == 0:
-        row = token - n // PAGE * PAGE
-    else:
-        row = token % PAGE
-    return KV + page.to(tl.int64) * stride_page + row * stride_token
-
-
-@triton.jit
-def _softmax_step(scores, seen, peak, norm):
-    """One tile of the softmax, in base 2: its weights, the factor for what was, peak and norm."""
-    scores = tl.where(seen, scores, float("-inf"))
-    new_peak = tl.maximum(peak, tl.max(scores, 1))
-    # A row that has seen nothing yet: minus infinity less itself is no number.
-    origin = tl.where(new_peak == float("-inf"), 0.0, new_peak)
-    shrink = tl.exp2(peak - origin)
-    weights = tl.exp2(scores - origin[:, None])
-    norm = norm * shrink + tl.sum(weights, 1)
-    return weights, shrink[:, None], new_peak, norm
 
 
 # Values that change while serving must not be compiled in: a new batch size would compile again.
@@ -527,7 +360,7 @@ def _attend(
     # Programs that read the same part of the cache for other rows are neighbours: L2 serves them.
     block = tl.program_id(0)
     part = tl.program_id(1)
-    _requests, ends, total, share = _schedule(
+    _requests, ends, total, share = schedule(
         seq_lens, batch, programs, BATCH_BLOCK, BLOCK_N, MIN_TILES
     )
     tile = part * share
@@ -567,27 +400,18 @@ def _attend(
         q_rope_rows += query * stride_q_rope_token + head * stride_q_rope_head
         pages = block_table + request.to(tl.int64) * stride_block_table
         # The page of a tile is looked up while the tile before it is worked on.
-        page = _pages_of(pages, first_token, seq_len, tokens, PAGE, BLOCK_N)
+        page = pages_of(pages, first_token, seq_len, tokens, PAGE, BLOCK_N)
 
         if FP8:
-            q0, q1, q2, q3 = _queries_in_fours(q_rows, row_mask, BLOCK_M, QUARTER)
-            q_rope0, q_rope1, q_rope2, q_rope3 = _queries_in_fours(
+            q0, q1, q2, q3 = queries_in_fours(q_rows, row_mask, BLOCK_M, QUARTER)
+            q_rope0, q_rope1, q_rope2, q_rope3 = queries_in_fours(
                 q_rope_rows, row_mask, BLOCK_M, ROPE_QUARTER
             )
-            kv_rows = _rows_of(
-                KV,
-                page,
-                first_token,
-                seq_len,
-                tokens,
-                stride_kv_page,
-                stride_kv_token,
-                PAGE,
-                BLOCK_N,
-            )
+            at = rows_in_page(first_token, seq_len, tokens, PAGE, BLOCK_N)
+            kv_rows = KV + page.to(tl.int64) * stride_kv_page + at * stride_kv_token
             words = tl.load(kv_rows[:, None] + cols[None, :])
             rope = tl.load(kv_rows[:, None] + QUARTER + rope_words[None, :])
-            page = _pages_of(pages, first_token + BLOCK_N, seq_len, tokens, PAGE, BLOCK_N)
+            page = pages_of(pages, first_token + BLOCK_N, seq_len, tokens, PAGE, BLOCK_N)
             acc0 = tl.zeros([BLOCK_M, QUARTER], tl.float32)
             acc1 = tl.zeros([BLOCK_M, QUARTER], tl.float32)
             acc2 = tl.zeros([BLOCK_M, QUARTER], tl.float32)
@@ -595,20 +419,11 @@ def _attend(
             norm = tl.zeros([BLOCK_M], tl.float32)
             peak = tl.full([BLOCK_M], float("-inf"), tl.float32)
             for n in tl.range(first_token, end_token, BLOCK_N, num_stages=1):
-                k0, k1, k2, k3 = _unpack(words, INTERPRETED)
-                r0, r1, r2, r3 = _unpack(rope, INTERPRETED)
-                kv_rows = _rows_of(
-                    KV,
-                    page,
-                    n + BLOCK_N,
-                    seq_len,
-                    tokens,
-                    stride_kv_page,
-                    stride_kv_token,
-                    PAGE,
-                    BLOCK_N,
-                )
-                page = _pages_of(pages, n + 2 * BLOCK_N, seq_len, tokens, PAGE, BLOCK_N)
+                k0, k1, k2, k3 = unpack(words, INTERPRETED)
+                r0, r1, r2, r3 = unpack(rope, INTERPRETED)
+                at = rows_in_page(n + BLOCK_N, seq_len, tokens, PAGE, BLOCK_N)
+                kv_rows = KV + page.to(tl.int64) * stride_kv_page + at * stride_kv_token
+                page = pages_of(pages, n + 2 * BLOCK_N, seq_len, tokens, PAGE, BLOCK_N)
                 words = tl.load(kv_rows[:, None] + cols[None, :])
                 rope = tl.load(kv_rows[:, None] + QUARTER + rope_words[None, :])
                 scores = tl.dot(q0, tl.trans(k0))
@@ -620,18 +435,18 @@ def _attend(
                 scores = tl.dot(q_rope2, tl.trans(r2), scores)
                 scores = tl.dot(q_rope3, tl.trans(r3), scores)
                 seen = (n + tokens)[None, :] < extent
-                weights, shrink, peak, norm = _softmax_step(scores * scale_log2, seen, peak, norm)
+                weights, shrink, peak, norm = softmax_step(scores * scale_log2, seen, peak, norm)
                 weights = weights.to(tl.float16)
                 acc0 = tl.dot(weights, k0, acc0 * shrink)
                 acc1 = tl.dot(weights, k1, acc1 * shrink)
                 acc2 = tl.dot(weights, k2, acc2 * shrink)
                 acc3 = tl.dot(weights, k3, acc3 * shrink)
         else:
-            q0 = _queries(q_rows, cols, row_mask, KV, INTERPRETED)
-            q1 = _queries(q_rows, QUARTER + cols, row_mask, KV, INTERPRETED)
-            q2 = _queries(q_rows, 2 * QUARTER + cols, row_mask, KV, INTERPRETED)
-            q3 = _queries(q_rows, 3 * QUARTER + cols, row_mask, KV, INTERPRETED)
-            q_rope = _queries(q_rope_rows, rope_cols, row_mask, KV, INTERPRETED)
+            q0 = queries(q_rows, cols, row_mask, KV, INTERPRETED)
+            q1 = queries(q_rows, QUARTER + cols, row_mask, KV, INTERPRETED)
+            q2 = queries(q_rows, 2 * QUARTER + cols, row_mask, KV, INTERPRETED)
+            q3 = queries(q_rows, 3 * QUARTER + cols, row_mask, KV, INTERPRETED)
+            q_rope = queries(q_rope_rows, rope_cols, row_mask, KV, INTERPRETED)
             acc0 = tl.zeros([BLOCK_M, QUARTER], tl.float32)
             acc1 = tl.zeros([BLOCK_M, QUARTER], tl.float32)
             acc2 = tl.zeros([BLOCK_M, QUARTER], tl.float32)
@@ -639,16 +454,15 @@ def _attend(
             norm = tl.zeros([BLOCK_M], tl.float32)
             peak = tl.full([BLOCK_M], float("-inf"), tl.float32)
             for n in tl.range(first_token, end_token, BLOCK_N, num_stages=STAGES):
-                kv_rows = _rows_of(
-                    KV, page, n, seq_len, tokens, stride_kv_page, stride_kv_token, PAGE, BLOCK_N
-                )
-                page = _pages_of(pages, n + BLOCK_N, seq_len, tokens, PAGE, BLOCK_N)
+                at = rows_in_page(n, seq_len, tokens, PAGE, BLOCK_N)
+                kv_rows = KV + page.to(tl.int64) * stride_kv_page + at * stride_kv_token
+                page = pages_of(pages, n + BLOCK_N, seq_len, tokens, PAGE, BLOCK_N)
                 quarter = kv_rows[:, None] + cols[None, :]
-                k0 = _product_type(tl.load(quarter), INTERPRETED)
-                k1 = _product_type(tl.load(quarter + QUARTER), INTERPRETED)
-                k2 = _product_type(tl.load(quarter + 2 * QUARTER), INTERPRETED)
-                k3 = _product_type(tl.load(quarter + 3 * QUARTER), INTERPRETED)
-                k_rope = _product_type(
+                k0 = product_type(tl.load(quarter), INTERPRETED)
+                k1 = product_type(tl.load(quarter + QUARTER), INTERPRETED)
+                k2 = product_type(tl.load(quarter + 2 * QUARTER), INTERPRETED)
+                k3 = product_type(tl.load(quarter + 3 * QUARTER), INTERPRETED)
+                k_rope = product_type(
                     tl.load(kv_rows[:, None] + RANK + rope_cols[None, :]), INTERPRETED
                 )
                 scores = tl.dot(q0, tl.trans(k0))
@@ -657,7 +471,7 @@ def _attend(
                 scores = tl.dot(q3, tl.trans(k3), scores)
                 scores = tl.dot(q_rope, tl.trans(k_rope), scores)
                 seen = (n + tokens)[None, :] < extent
-                weights, shrink, peak, norm = _softmax_step(scores * scale_log2, seen, peak, norm)
+                weights, shrink, peak, norm = softmax_step(scores * scale_log2, seen, peak, norm)
                 weights = weights.to(k0.dtype)
                 acc0 = tl.dot(weights, k0, acc0 * shrink)
                 acc1 = tl.dot(weights, k1, acc1 * shrink)
@@ -715,7 +529,7 @@ def _combine(
     else:
         cols = places
     request = row // (HEADS * QUERY_LEN)
-    requests, ends, _total, share = _schedule(
+    requests, ends, _total, share = schedule(
         seq_lens, batch, programs, BATCH_BLOCK, BLOCK_N, MIN_TILES
     )
     end = tl.max(tl.where(requests <= request, ends, 0), 0)

@@ -251,7 +251,7 @@ def test_what_is_met_without_it_is_named() -> None:
 
 
 def test_the_kernels_limits() -> None:
-    text = (KERNELS / "mla_decode.py").read_text(encoding="utf-8")
+    text = (KERNELS / "paged.py").read_text(encoding="utf-8")
     (most,) = re.findall(r"^MAX_QUERY_LEN = (\d+)$", text, re.MULTILINE)
     assert int(most) == plan.MAX_QUERY_LEN
 
