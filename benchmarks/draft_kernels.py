@@ -47,6 +47,7 @@ from torch import Tensor  # noqa: E402
 from torch.nn import functional  # noqa: E402
 
 from benchmarks import rows  # noqa: E402
+from benchmarks.gpu import capture, copy_bandwidth, gpu_facts, measure  # noqa: E402
 from vllm_kimi_eagle3.kernels import draft_reference as elementwise  # noqa: E402
 from vllm_kimi_eagle3.kernels import product_reference as products  # noqa: E402
 from vllm_kimi_eagle3.kernels.add_rms_norm import add_rms_norm  # noqa: E402
@@ -1328,47 +1329,6 @@ def cases(
         yield "take_rows", make(TakeRows, sizes, tokens, device)
 
 
-def capture(calls: Sequence[Callable[[], object]]) -> Callable[[], object]:
-    """A graph of all of the calls; what replays it."""
-    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
-    torch.cuda.synchronize()
-    with torch.cuda.stream(stream):  # torch.cuda.graph would also empty the allocator's cache.
-        calls[0]()  # Compiles, and lets cuBLAS make its workspace.
-        torch.cuda.synchronize()
-        graph.capture_begin()
-        try:
-            for call in calls:
-                call()
-        finally:
-            graph.capture_end()
-    torch.cuda.synchronize()
-    return graph.replay
-
-
-def measure(runs: dict[str, Callable[[], object]], launches: int) -> dict[str, list[float]]:
-    """Microseconds per launch of each side, in turns."""
-
-    def once(run: Callable[[], object]) -> tuple[Any, Any]:
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        run()
-        end.record()
-        return start, end
-
-    for run in runs.values():
-        run()
-    warm = [once(run) for run in runs.values()]
-    torch.cuda.synchronize()
-    longest = max(start.elapsed_time(end) for start, end in warm)
-    count = min(max(ROUNDS[0], round(MEASURED_MS / longest)), ROUNDS[1])
-    events = [(name, once(run)) for _ in range(count) for name, run in runs.items()]
-    torch.cuda.synchronize()
-    times: dict[str, list[float]] = {name: [] for name in runs}
-    for name, (start, end) in events:
-        times[name].append(start.elapsed_time(end) * 1e3 / launches)
-    return times
-
-
 class Bench:
     """One run over some cases."""
 
@@ -1378,8 +1338,6 @@ class Bench:
         self.l2_bytes, self.bandwidth = 0, 0.0
         self.facts: dict[str, Any] = {}
         if self.device.type == "cuda":
-            from benchmarks.gpu import copy_bandwidth, gpu_facts
-
             self.device = torch.device("cuda", torch.cuda.current_device())
             properties = torch.cuda.get_device_properties(self.device)
             self.l2_bytes = properties.L2_cache_size
@@ -1424,7 +1382,8 @@ class Bench:
             except Exception as error:  # One launch configuration too large must not end the run.
                 row[side] = {"failed": f"{type(error).__name__}: {error}"[:300]}
                 torch.cuda.synchronize()
-        for side, us in measure(runs, launches).items():
+        times = measure(runs, launches, ms=MEASURED_MS, rounds=ROUNDS)
+        for side, us in times.items():
             row[side] = {"us": rows.spread(us)}
             median = row[side]["us"]["median"]
             row[side]["share"] = round(first.least_bytes / self.bandwidth * 1e6 / median, 3)

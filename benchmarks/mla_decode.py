@@ -38,6 +38,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +52,7 @@ import torch  # noqa: E402
 from torch import Tensor  # noqa: E402
 
 from benchmarks import rows  # noqa: E402
+from benchmarks.gpu import capture, copy_bandwidth, gpu_facts, measure  # noqa: E402
 from benchmarks.stock_mla import StockMla, load_stock  # noqa: E402
 from tests.kernels.interpreter import exact_numbers, patch_once  # noqa: E402
 from vllm_kimi_eagle3.kernels import arch as architectures  # noqa: E402
@@ -242,43 +244,10 @@ def check(call: Call, cell: Cell, pool: Pool, workspace: Tensor) -> tuple[float,
     return worst[0], worst[1]
 
 
-def capture(calls: Sequence[Call], graph: bool) -> Callable[[], object]:
-    """What runs all of the calls once more."""
-    if not graph:
-        return lambda: [call() for call in calls]
-    captured, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
-    torch.cuda.synchronize()
-    with torch.cuda.stream(stream):  # torch.cuda.graph would also empty the allocator's cache.
-        captured.capture_begin()
-        for call in calls:
-            call()
-        captured.capture_end()
-    torch.cuda.synchronize()
-    return captured.replay
-
-
-def measure(runs: dict[str, Callable[[], object]], launches: int) -> dict[str, list[float]]:
-    """Microseconds per launch of each side, in turns."""
-
-    def once(run: Callable[[], object]) -> tuple[Any, Any]:
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        run()
-        end.record()
-        return start, end
-
-    for run in runs.values():
-        run()
-    warm = [once(run) for run in runs.values()]
-    torch.cuda.synchronize()
-    longest = max(start.elapsed_time(end) for start, end in warm)
-    count = min(max(ROUNDS[0], round(MEASURED_MS / longest)), ROUNDS[1])
-    events = [(name, once(run)) for _ in range(count) for name, run in runs.items()]
-    torch.cuda.synchronize()
-    times: dict[str, list[float]] = {name: [] for name in runs}
-    for name, (start, end) in events:
-        times[name].append(start.elapsed_time(end) * 1e3 / launches)
-    return times
+def run_all(calls: Sequence[Call]) -> None:
+    """Run them launch by launch, where there shall be no graph."""
+    for call in calls:
+        call()
 
 
 class Bench:
@@ -293,8 +262,6 @@ class Bench:
         self.bandwidth: float | None = None
         self.facts: dict[str, Any] = {}
         if self.device == "cuda":
-            from benchmarks.gpu import copy_bandwidth, gpu_facts
-
             properties = torch.cuda.get_device_properties(0)
             self.sms, self.l2_bytes = properties.multi_processor_count, properties.L2_cache_size
             self.bandwidth = copy_bandwidth()
@@ -329,12 +296,14 @@ class Bench:
                     about["wrong"] = True
                     continue
                 if not self.options.dry_run:
-                    runs[side.name] = capture(calls, self.options.graph)
+                    runs[side.name] = (
+                        capture(calls) if self.options.graph else partial(run_all, calls)
+                    )
                     keep.append(calls)
             except Exception as error:  # One launch configuration too large must not end the run.
                 about["failed"] = f"{type(error).__name__}: {error}"[:300]
         if runs:
-            times = measure(runs, launches)
+            times = measure(runs, launches, ms=MEASURED_MS, rounds=ROUNDS)
             for name, us in times.items():
                 row[name]["us"] = rows.spread(us)
                 if self.bandwidth is not None:

@@ -25,10 +25,10 @@ from benchmarks.draft_kernels import (
     Factory,
     HeadKeys,
     SkinnyGemm,
-    capture,
     cases,
     integers,
 )
+from benchmarks.gpu import capture
 from vllm_kimi_eagle3.kernels.arch import arch_of
 from vllm_kimi_eagle3.kernels.head_argmax import head_keys, ids_of
 from vllm_kimi_eagle3.kernels.product_reference import head_keys_reference, head_logits_reference
