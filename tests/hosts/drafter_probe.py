@@ -17,6 +17,9 @@ from __future__ import annotations
 
 import json
 import sys
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -70,20 +73,23 @@ class PlainAttention(nn.Module):
         return out.transpose(0, 1).reshape(query.shape)
 
 
-def main() -> None:
+def run_jobs(run: Callable[[dict[str, str]], dict[str, Any]]) -> None:
+    """Runs the jobs of the command line's first file and writes their outcomes to its second."""
     jobs = json.loads(Path(sys.argv[1]).read_text())
     outcomes: dict[str, Any] = {}
     for job in jobs:
         try:
-            outcome = run(job)
+            outcome: Any = run(job)
         except Exception as error:
+            traceback.print_exc()
             outcome = f"{type(error).__name__}: {error}"
         outcomes[Path(job["drafter"]).name] = outcome
         torch.save(outcomes, sys.argv[2])
 
 
-def run(job: dict[str, str]) -> dict[str, Any]:
-    """What vLLM makes of one drafter."""
+@contextmanager
+def loaded(job: dict[str, str]) -> Iterator[tuple[Any, Any]]:
+    """The engine's configuration, which is the current one, and the drafter with its embedding."""
     speculative = {"method": "eagle3", "model": job["drafter"], "num_speculative_tokens": 3}
     config = EngineArgs(
         model=job["target"],
@@ -109,12 +115,18 @@ def run(job: dict[str, str]) -> dict[str, Any]:
     with set_current_vllm_config(config):
         start_distributed()
         model = get_model(vllm_config=config, model_config=draft_config)
+        if not getattr(model, "has_own_embed_tokens", False):
+            take_embedding(model, job["target"])
+        yield config, model
+
+
+def run(job: dict[str, str]) -> dict[str, Any]:
+    """What vLLM makes of one drafter."""
+    with loaded(job) as (config, model):
         has_own = {
             "embed_tokens": getattr(model, "has_own_embed_tokens", False),
             "lm_head": getattr(model, "has_own_lm_head", False),
         }
-        if not has_own["embed_tokens"]:
-            take_embedding(model, job["target"])
         inputs = torch.load(job["inputs"])
         positions = torch.arange(len(inputs["token_ids"]))
         with torch.inference_mode():
@@ -131,7 +143,7 @@ def run(job: dict[str, str]) -> dict[str, Any]:
         ),
         "has_own": has_own,
         "captured": captured(config),
-        "max_model_len": draft_config.max_model_len,
+        "max_model_len": config.speculative_config.draft_model_config.max_model_len,
         "hidden_states": for_next_step,
         "logits": logits,
     }
@@ -173,4 +185,4 @@ def captured(config: Any) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    main()
+    run_jobs(run)

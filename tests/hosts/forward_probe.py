@@ -10,15 +10,11 @@ Jobs are as there; an outcome is a dict of the tensors of both, or the error as 
 
 from __future__ import annotations
 
-import json
-import sys
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import drafter_probe
 import torch
-from vllm.engine.arg_utils import EngineArgs
 
 PAGE, QUERY_LEN, CALLS = 16, 9, 2
 
@@ -41,53 +37,12 @@ def keep_booleans() -> None:
     builder.create_splat = create_splat
 
 
-def main() -> None:
-    keep_booleans()
-    jobs = json.loads(Path(sys.argv[1]).read_text())
-    outcomes: dict[str, Any] = {}
-    for job in jobs:
-        try:
-            outcome = run(job)
-        except Exception as error:
-            import traceback
-
-            traceback.print_exc()
-            outcome = f"{type(error).__name__}: {error}"
-        outcomes[Path(job["drafter"]).name] = outcome
-        torch.save(outcomes, sys.argv[2])
-
-
 def run(job: dict[str, str]) -> dict[str, Any]:
     """A drafter's tensors by vLLM's module and by ours."""
-    speculative = {"method": "eagle3", "model": job["drafter"], "num_speculative_tokens": 3}
-    config = EngineArgs(
-        model=job["target"],
-        dtype="float32",
-        max_model_len=512,
-        trust_remote_code=True,
-        enforce_eager=True,
-        compilation_config={"custom_ops": ["all", "-rotary_embedding"]},
-        speculative_config=speculative,
-    ).create_engine_config()
-
-    import vllm.model_executor.layers.mla as mla
-    import vllm.model_executor.models.llama as llama
-    from vllm.config import set_current_vllm_config
-    from vllm.model_executor.model_loader import get_model
-
     from vllm_kimi_eagle3.drafting.attend import StockAttend
     from vllm_kimi_eagle3.drafting.forward import DraftForward
 
-    if not torch.accelerator.is_available():
-        torch.accelerator.empty_cache = lambda: None
-    mla.MLAAttention = drafter_probe.PlainMlaAttention
-    llama.Attention = drafter_probe.PlainAttention
-    with set_current_vllm_config(config), torch.inference_mode():
-        drafter_probe.start_distributed()
-        draft_config = config.speculative_config.draft_model_config
-        model = get_model(vllm_config=config, model_config=draft_config)
-        if not getattr(model, "has_own_embed_tokens", False):
-            drafter_probe.take_embedding(model, job["target"])
+    with torch.inference_mode(), drafter_probe.loaded(job) as (config, model):
         has_head = getattr(model, "has_own_lm_head", False)
         inputs = torch.load(job["inputs"])
         ids, aux = inputs["token_ids"], inputs["hidden_states"]
@@ -250,4 +205,5 @@ def fused_tensors(
 
 
 if __name__ == "__main__":
-    main()
+    keep_booleans()
+    drafter_probe.run_jobs(run)
