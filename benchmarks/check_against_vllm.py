@@ -66,6 +66,12 @@ MLA_DRAFTER = {
     "num_hidden_layers": 1,
 }  # fmt: skip
 
+# What tensor parallelism divides; the experts are on every rank, each a part of every one.
+DIVIDED = (
+    "num_attention_heads", "num_key_value_heads", "intermediate_size", "moe_intermediate_size",
+    "vocab_size",
+)  # fmt: skip
+
 
 @dataclass(frozen=True)
 class Attempt:
@@ -138,14 +144,22 @@ def main() -> int:
     return 0 if agree else 1
 
 
-def make_models(folder: Path, layers: int = LAYERS) -> None:
-    """The config of a target with so many layers, and both drafters with random weights."""
+def make_models(folder: Path, layers: int = LAYERS, shares: int = 1) -> None:
+    """The config of a target with so many layers, and both drafters with random weights.
+
+    Args:
+        folder: where `target`, `llama` and `mla` are made.
+        layers: of the target.
+        shares: how many ranks' shares of a TP=8 the models are; as many ranks as that have one
+            each.
+    """
     import torch
     from safetensors.torch import save_file
 
-    shape = TargetShape(layers, HIDDEN, VOCABULARY)
-    target = {**TARGET, "num_hidden_layers": layers}
-    for name, config in (("target", target), ("llama", LLAMA_DRAFTER), ("mla", MLA_DRAFTER)):
+    shape = TargetShape(layers, HIDDEN, VOCABULARY * shares)
+    target, llama, mla = (widened(one, shares) for one in (TARGET, LLAMA_DRAFTER, MLA_DRAFTER))
+    target["num_hidden_layers"] = layers
+    for name, config in (("target", target), ("llama", llama), ("mla", mla)):
         (folder / name).mkdir()
         (folder / name / "config.json").write_text(json.dumps(config))
         if name != "target":
@@ -157,6 +171,11 @@ def make_models(folder: Path, layers: int = LAYERS) -> None:
                 for tensor, want in wants.items()
             }
             save_file(tensors, folder / name / "model.safetensors")
+
+
+def widened(config: dict[str, Any], shares: int) -> dict[str, Any]:
+    """A config whose widths that tensor parallelism divides are `shares` times as large."""
+    return {name: value * shares if name in DIVIDED else value for name, value in config.items()}
 
 
 def attempt(one: Attempt, folder: Path) -> dict[str, Any]:

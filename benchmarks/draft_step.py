@@ -2,7 +2,8 @@
 """GPU time of one draft step, the plugin's and vLLM's own, in one engine and in turns.
 
     python benchmarks/draft_step.py [--width shard full] [--draft-vocab 32000 163840]
-        [--drafter llama mla] [--batch 1 8 32] [--ctx 512] [--together 4] [--out ROWS]
+        [--drafter llama mla] [--batch 1 8 32] [--ctx 512] [--tp 2 [--no-p2p] [--replicated]]
+        [--together 4] [--out ROWS]
 
 A draft step is one token a request: position, slot and length of the token, the drafter's layer
 over the paged KV cache, the head, the draft id. A real engine (V1 runner) holds a drafter with
@@ -24,6 +25,11 @@ row, and the exit code is 1.
 head's rows. A drafter of 32,000 ids scatters its logits into all 163,840 columns, as each rank does
 once it has gathered them. One of 163,840 has an eighth of the columns: stock's argmax over all of
 them, which a rank does, is left out, to stock's favour.
+
+With `--tp 2` a drafter of two such shares, or a full one, is spread over two GPUs, with the
+collectives of both sides in their graphs; `--replicated` has it whole on each
+("draft_tensor_parallel_size": 1), again for both sides. The ranks begin each graph together, have
+to draft the same, and the times are the first one's.
 
 `floor_us`: the bytes of the weights and the KV cache that a step reads, over the copy bandwidth of
 the same run. `--together`, `--turn`: as in step_time.py. `--dry-run`: tiny, on a vLLM for the CPU,
@@ -52,7 +58,15 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from benchmarks import rows  # noqa: E402
-from benchmarks.step_time import LOG, MARK, stream  # noqa: E402
+from benchmarks.step_time import (  # noqa: E402
+    LOG,
+    MARK,
+    add_ranks,
+    rank_arguments,
+    rank_environment,
+    ranks_of,
+    stream,
+)  # fmt: skip
 
 VOCABULARY = 163840
 TARGET_LAYERS = 5
@@ -65,11 +79,14 @@ CHECKED = 96  # Drafts a cell, at least.
 ROUNDS = 40
 BLOCK = 64
 WIDTHS: dict[str, dict[str, Any]] = {
-    "shard": {"heads": 8, "intermediate": 2304, "ranks": 8, "hidden": 7168},
-    "full": {"heads": 64, "intermediate": 18432, "ranks": 1, "hidden": 7168},
+    "shard": {"heads": 8, "intermediate": 2304, "ranks": 8, "hidden": 7168, "target_mlp": 2304},
+    "full": {"heads": 64, "intermediate": 18432, "ranks": 1, "hidden": 7168, "target_mlp": 2304},
     # For --dry-run.
-    "tiny": {"heads": 2, "intermediate": 96, "ranks": 8, "hidden": 128, "vocabulary": 2048},
-}
+    "tiny": {
+        "heads": 2, "intermediate": 96, "ranks": 8, "hidden": 128, "target_mlp": 64,
+        "vocabulary": 2048,
+    },
+}  # fmt: skip
 
 
 def main() -> int:
@@ -85,6 +102,8 @@ def main() -> int:
     parser.add_argument(
         "--local-argmax", action="store_true", help="stock with use_local_argmax_reduction (mla)"
     )
+    add_ranks(parser)
+    parser.add_argument("--replicated", action="store_true", help="the drafter whole on each rank")
     parser.add_argument("--steps", type=int, default=4, help="draft steps of a graph")
     parser.add_argument("--profile", action="store_true", help="a row of kernels a cell")
     parser.add_argument("--together", type=int, default=1, help="engines that start at once")
@@ -115,12 +134,13 @@ def run(options: argparse.Namespace) -> int:
             options.width, options.drafter, options.draft_vocab
         ):
             folder = Path(scratch) / f"{width}-{drafter}-{vocabulary}"
-            make_pair(folder, width, drafter, vocabulary)
+            make_pair(folder, sizes(width, options.tp), drafter, vocabulary)
             ones.append(
                 {
                     "width": width, "drafter": drafter, "draft_vocab": vocabulary,
                     "kv": options.kv, "backend": options.backend, "steps": options.steps,
-                    "local_argmax": options.local_argmax,
+                    "local_argmax": options.local_argmax, "tp": options.tp,
+                    "p2p": not options.no_p2p, "replicated": options.replicated,
                     "cells": list(itertools.product(options.ctx, options.batch)),
                     "profile": options.profile, "dry_run": options.dry_run,
                     "folder": str(folder), "root": str(ROOT),
@@ -131,7 +151,9 @@ def run(options: argparse.Namespace) -> int:
 
         def measured(one: dict[str, Any]) -> None:
             names = ("width", "drafter", "draft_vocab", "kv", "backend", "local_argmax")
-            about = {name: one[name] for name in names}
+            about = {name: one[name] for name in names} | ranks_of(one)
+            if one["tp"] > 1:
+                about["replicated"] = one["replicated"]
             lines: list[str] = []
             cells = 0
 
@@ -171,6 +193,8 @@ def run(options: argparse.Namespace) -> int:
 def describe(row: dict[str, Any]) -> str:
     """A line for the screen."""
     words = f"{row['width']} {row['drafter']} {row['draft_vocab']} b{row.get('batch')} "
+    if "tp" in row:
+        words += f"tp {row['tp']}{' replicated' * row['replicated']}{' no p2p' * (not row['p2p'])} "
     words += f"ctx {row.get('ctx')}: "
     if "failed" in row:
         return words + row["failed"]
@@ -190,10 +214,23 @@ def describe(row: dict[str, Any]) -> str:
 # The models.
 
 
-def make_pair(folder: Path, width: str, drafter: str, draft_vocab: int) -> None:
+def sizes(width: str, tp: int) -> dict[str, Any]:
+    """Of a drafter on `tp` ranks: a share of `--width shard` for each of them."""
+    size = WIDTHS[width]
+    shares = 1 if size["ranks"] == 1 else tp
+    return {
+        "vocabulary": VOCABULARY,
+        **size,
+        **{name: size[name] * shares for name in ("heads", "intermediate", "target_mlp")},
+        "ranks": size["ranks"] // shares,
+    }
+
+
+def make_pair(folder: Path, size: dict[str, Any], drafter: str, draft_vocab: int) -> None:
     """The config of a target with dense layers, and a drafter with random weights.
 
-    The head's rows differ in length, so that few of the largest logits are near ties.
+    `size` is as :func:`sizes` has it. The head's rows differ in length, so that few of the largest
+    logits are near ties.
     """
     import torch
     from safetensors.torch import save_file
@@ -202,8 +239,7 @@ def make_pair(folder: Path, width: str, drafter: str, draft_vocab: int) -> None:
     from vllm_kimi_eagle3.checkpoint.drafter import TargetShape, read_drafter
     from vllm_kimi_eagle3.checkpoint.drafter_tensors import expected_tensors
 
-    size = WIDTHS[width]
-    every = size.get("vocabulary", VOCABULARY)
+    every = size["vocabulary"]
     columns = draft_vocab // size["ranks"]
     vocabulary = columns if draft_vocab == every else every
     common = {
@@ -213,7 +249,7 @@ def make_pair(folder: Path, width: str, drafter: str, draft_vocab: int) -> None:
     target = {
         **TARGET, **common, "num_hidden_layers": TARGET_LAYERS,
         "first_k_dense_replace": TARGET_LAYERS,  # No experts: nothing here is measured of it.
-        "intermediate_size": WIDTHS["shard"]["intermediate"] if width != "tiny" else 64,
+        "intermediate_size": size["target_mlp"],
     }  # fmt: skip
     config = {
         **(LLAMA_DRAFTER if drafter == "llama" else MLA_DRAFTER), **common,
@@ -263,6 +299,7 @@ def environment(one: dict[str, Any]) -> dict[str, str]:
         "HF_HUB_OFFLINE": "1",
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",  # For collective_rpc with a function.
+        **rank_environment(one),
     }
     if one["dry_run"]:
         found |= {
@@ -298,6 +335,8 @@ def serve(one: dict[str, Any]) -> None:
         }
         if one["local_argmax"]:
             speculative["use_local_argmax_reduction"] = True
+        if one["replicated"]:
+            speculative["draft_tensor_parallel_size"] = 1
         arguments: dict[str, Any] = {
             "model": str(folder / "target"),
             "load_format": "dummy",
@@ -309,12 +348,14 @@ def serve(one: dict[str, Any]) -> None:
             "speculative_config": speculative,
             # Both sides are run by this file, and stock's is vLLM's own, its attention too.
             "additional_config": {"kimi_eagle3": {"drafting": False, "attention": False}},
+            **rank_arguments(one),
         }
         if one["dry_run"]:
             arguments |= {"dtype": "float32", "enforce_eager": True}
         else:
             tokens = max(batch * (ctx + 4 * BLOCK) for ctx, batch in one["cells"]) + 2048
-            heads = WIDTHS[one["width"]]["heads"]
+            heads = sizes(one["width"], one["tp"])["heads"]
+            heads //= 1 if one["replicated"] else one["tp"]
             per_token = 2 * 576 * TARGET_LAYERS
             per_token += 2 * 576 if one["drafter"] == "mla" else 2 * 2 * heads * 128
             speculative["attention_backend"] = (
@@ -343,7 +384,8 @@ def measure(llm: Any, one: dict[str, Any], start_s: float) -> None:
 
     def say(call: Callable[..., str], ctx: int, batch: int) -> None:
         try:
-            row = json.loads(llm.collective_rpc(call, args=(one, ctx, batch), timeout=300)[0])
+            answers = llm.collective_rpc(call, args=(one, ctx, batch), timeout=300)
+            row = of_ranks([json.loads(answer) for answer in answers])
         except Exception as error:  # The other cells may be well.
             row = {"failed": f"{type(error).__name__}: {error}"[-2000:]}
         row = {"ctx": ctx, "batch": batch, "start_s": start_s, **row}
@@ -354,6 +396,17 @@ def measure(llm: Any, one: dict[str, Any], start_s: float) -> None:
     if one["profile"]:  # At the end, since what was profiled once launches slowly afterwards.
         for ctx, batch in one["cells"]:
             say(profile_in_worker, ctx, batch)
+
+
+def of_ranks(found: list[dict[str, Any]]) -> dict[str, Any]:
+    """The first rank's row, or that of one that failed or was wrong."""
+    drafted = [row.pop("drafted", None) for row in found]
+    for row in found:
+        if "failed" in row or "wrong" in row:
+            return row
+    if any(one != drafted[0] for one in drafted):
+        return {**found[0], "wrong": "the ranks' drafts are not the same"}
+    return found[0]
 
 
 # What follows runs in the worker, which gets these two by value.
@@ -629,7 +682,7 @@ class Cell:
         """Both sides' drafts and hidden states from the same inputs, step by step."""
         import torch
 
-        judged, error = Judged(), 0.0
+        judged, error, drafted = Judged(), 0.0, []
         for _ in range(-(-CHECKED // self.batch) if self.bench.cuda else 4):
             self.new_inputs()
             self.reset()
@@ -642,12 +695,13 @@ class Cell:
             else:
                 _, our_next = self.our_step(self.hidden)
             judged.add(self.drafts[:, 0], logits)
+            drafted += self.drafts[:, 0].tolist()
             apart = (our_next.float() - stock_next.float()).norm()
             error = max(error, float(apart / stock_next.float().norm()))
             wanted = torch.full_like(self.seq_lens, self.ctx + 1)
             if not torch.equal(self.seq_lens, wanted):
                 return {**judged.row(), "hidden_error": error, "wrong": "lengths"}
-        found = {**judged.row(), "hidden_error": float(f"{error:.2e}")}
+        found = {**judged.row(), "hidden_error": float(f"{error:.2e}"), "drafted": drafted}
         if judged.wrong:
             found["wrong"] = f"{judged.wrong} drafts are not stock's, and no near ties"
         elif not error <= HIDDEN_ERROR:
@@ -682,6 +736,7 @@ class Cell:
     def capture(self, step: Callable[..., tuple[Any, Any]]) -> Any:
         """A graph of `steps` draft steps, each from the last one's results."""
         import torch
+        from vllm.distributed.parallel_state import graph_capture
 
         def chain() -> None:
             hidden = self.hidden
@@ -699,7 +754,11 @@ class Cell:
         torch.cuda.synchronize()
         self.reset()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
+        # Of all ranks together: vLLM's all-reduce exchanges the graph's buffers at its end.
+        with (
+            graph_capture(device=self.bench.device) as captured,
+            torch.cuda.graph(graph, stream=captured.stream),
+        ):
             chain()
         return graph
 
@@ -727,9 +786,13 @@ class Cell:
     def measure(self, graphs: dict[str, Any]) -> dict[str, list[float]]:
         """Microseconds a step, per side, in turns."""
         import torch
+        from vllm.distributed.parallel_state import get_tp_group
+
+        ready = torch.ones(1, device=self.bench.device)
 
         def once(graph: Any) -> tuple[Any, Any]:
             self.reset()  # Not timed.
+            get_tp_group().all_reduce(ready)
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             start.record()
             graph.replay()

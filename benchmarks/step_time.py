@@ -2,12 +2,13 @@
 """What a step of an engine takes, with k drafts and without, on this GPU and vLLM.
 
     python benchmarks/step_time.py [--layers 8 61] [--k 0 1 3] [--ours on off]
-        [--drafting on off] [--together 4] [--out ROWS]
+        [--drafting on off] [--tp 2 [--no-p2p]] [--together 4] [--out ROWS]
 
 One tensor-parallel rank's share of a Kimi-K2 at TP=8 (eight heads, dummy weights, no collectives)
 and a drafter with random weights, so that next to nothing is accepted and every step drafts and
 verifies in full. `--ours off` leaves the plugin's attention back-end out (`mla-attention` in
-VLLM_KIMI_EAGLE3_DISABLE), and nothing else. `--drafting` is the setting "drafting" of the plugin:
+VLLM_KIMI_EAGLE3_DISABLE), and nothing else. With `--tp 2` the models are two such shares, on two
+GPUs with their collectives. `--drafting` is the setting "drafting" of the plugin:
 on (forced), off (vLLM's own loop), auto (as it is without the setting); both is on and off. Without
 drafts there is nothing of it to choose, and such an engine is measured once. In a row it is
 `plugin_drafting`.
@@ -24,6 +25,8 @@ A row says, from CUDA events in the worker:
   it is launched piece by piece. With less than a whole graph the time has the CPU's in it.
 - `drafting`: the drafting loop, whose time the CPU bounds, vLLM's own at least.
 - `start_s`: from the arguments to an engine that is ready, graphs captured.
+
+With several ranks the times are the first one's; the others' are those of the same steps.
 
 At the end it prints what k drafts cost over none, and what each further draft costs: the whole step
 with the most drafts less that with the fewest, over the number of drafts between (with 1 and 3: two
@@ -91,6 +94,7 @@ def main() -> int:
     parser.add_argument("--drafter", default="llama", choices=["llama", "mla"])
     parser.add_argument("--backend", default="TRITON_MLA")
     parser.add_argument("--kv", default="auto", help="kv_cache_dtype")
+    add_ranks(parser)
     parser.add_argument("--profile", type=int, nargs="*", default=[], help="contexts")
     parser.add_argument("--together", type=int, default=1, help="engines that start at once")
     parser.add_argument("--seconds", type=float, default=3600.0, help="start no engine after these")
@@ -119,11 +123,12 @@ def run(options: argparse.Namespace) -> int:
         for layers in options.layers:
             folder = Path(scratch) / str(layers)
             folder.mkdir()
-            make_models(folder, layers)
+            make_models(folder, layers, options.tp)
             ones += [
                 {
                     "layers": layers, "k": k, "ours": ours, "plugin_drafting": drafting,
                     "drafter": options.drafter, "backend": options.backend, "kv": options.kv,
+                    "tp": options.tp, "p2p": not options.no_p2p,
                     "cells": cells(options), "profile": options.profile, "folder": str(folder),
                     "turn": str(options.turn or Path(scratch) / "turn"),
                 }
@@ -133,7 +138,7 @@ def run(options: argparse.Namespace) -> int:
 
         def measured(one: dict[str, Any]) -> None:
             names = ("layers", "k", "ours", "plugin_drafting", "drafter", "backend", "kv")
-            about = {name: one[name] for name in names}
+            about = {name: one[name] for name in names} | ranks_of(one)
             lines: list[str] = []
             given = 0
 
@@ -166,6 +171,33 @@ def run(options: argparse.Namespace) -> int:
             list(pool.map(measured, ones))
     report(seen)
     return int(bool(failed))
+
+
+def add_ranks(parser: argparse.ArgumentParser) -> None:
+    """The options `--tp` and `--no-p2p`."""
+    parser.add_argument("--tp", type=int, default=1, help="ranks, each with a GPU and a share")
+    parser.add_argument(
+        "--no-p2p",
+        action="store_true",
+        help="NCCL_P2P_DISABLE=1 and no all-reduce of vLLM's own: NCCL through the host's memory",
+    )
+
+
+def ranks_of(one: dict[str, Any]) -> dict[str, Any]:
+    """What a row says of an engine's ranks, if it has several."""
+    return {"tp": one["tp"], "p2p": one["p2p"]} if one["tp"] > 1 else {}
+
+
+def rank_arguments(one: dict[str, Any]) -> dict[str, Any]:
+    """An engine's arguments for its ranks."""
+    if one["tp"] == 1:
+        return {}
+    return {"tensor_parallel_size": one["tp"], "disable_custom_all_reduce": not one["p2p"]}
+
+
+def rank_environment(one: dict[str, Any]) -> dict[str, str]:
+    """The environment that goes with :func:`rank_arguments`."""
+    return {} if one["p2p"] else {"NCCL_P2P_DISABLE": "1", "VLLM_ALLREDUCE_USE_SYMM_MEM": "0"}
 
 
 def chosen_drafting(words: Sequence[str]) -> list[str]:
@@ -219,6 +251,7 @@ def engine(one: dict[str, Any], each: Callable[[str], None], limit: float) -> No
         "HF_HUB_OFFLINE": "1",
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",  # For collective_rpc with a function.
+        **rank_environment(one),
     }
     if one["ours"] == "off":
         others = environment.get("VLLM_KIMI_EAGLE3_DISABLE", "")
@@ -277,6 +310,7 @@ def serve(one: dict[str, Any]) -> None:
         "block_size": 64,
         "kv_cache_dtype": one["kv"],
         "additional_config": settings(one["plugin_drafting"]),
+        **rank_arguments(one),
         # Only the sizes that are asked for: a capture of them all takes minutes.
         "compilation_config": {
             # Those of the target, and those of the drafting loop.

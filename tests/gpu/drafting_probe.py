@@ -7,7 +7,8 @@ JOB is as `lossless_probe.py` has it, without `recorded`; a request may have a `
 worker, stock's `propose` runs first, over copies of what it changes, and its logits are kept; then
 the drafter's KV cache is put back, and the plugin's runs, with any wait for the GPU an error where
 the whole proposal is one graph. Its drafts go on to the target. OUT gets the output tokens and
-counters per wave, and a record of each proposal.
+counters per wave, a record of each proposal by the first rank, and `parted`, how many of them are
+not the same on the other ranks.
 """
 
 from __future__ import annotations
@@ -39,11 +40,16 @@ def main() -> None:
             ],
             use_tqdm=False,
         )  # fmt: skip
+        of_ranks = [json.loads(records) for records in llm.collective_rpc(take)]
+        drafted = [[one.pop("drafts") for one in records] for records in of_ranks]
         waves.append(
             {
                 "tokens": [list(output.outputs[0].token_ids) for output in outputs],
                 "spec_decode": spec_decode_counters(llm),
-                "proposals": json.loads(llm.collective_rpc(take)[0]),
+                "proposals": of_ranks[0],
+                "parted": sum(
+                    any(drafts != one[0] for drafts in one) for one in zip(*drafted, strict=True)
+                ),
             }
         )
     Path(sys.argv[2]).write_text(json.dumps(waves))
@@ -81,6 +87,7 @@ def compare(worker: Any) -> None:
     - `past`: requests with such drafts. `position`: the furthest that is drafted from.
     - `waited`: the error of a wait for the GPU, or "".
     - `host_ms`: that the plugin's call took on the host.
+    - `drafts`: those that go on to the target.
     """
     import time
 
@@ -110,6 +117,7 @@ def compare(worker: Any) -> None:
         records.append(record)
         if act in ("", "stock"):
             drafts: torch.Tensor = ours(proposer, **named)
+            record["drafts"] = drafts.tolist()
             return drafts
         logits: list[torch.Tensor] = []
         greedy = proposer._greedy_sample
@@ -154,6 +162,7 @@ def compare(worker: Any) -> None:
         counts = positions[:, None] + steps < proposer.max_model_len
         record |= judge(drafts, expected, logits, counts)
         record["position"] = int(positions.max())
+        record["drafts"] = drafts.tolist()
         return drafts
 
     proposer.propose = propose

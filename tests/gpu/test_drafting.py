@@ -24,6 +24,7 @@ import statistics
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -85,15 +86,17 @@ def waves() -> dict[str, list[dict[str, Any]]]:
 
 @dataclass(frozen=True)
 class Engine:
-    """What runs: a drafter, the setting (None leaves it out), and keys of speculative_config."""
+    """What runs: a drafter, the setting (None leaves it out), keys of speculative_config, ranks."""
 
     drafter: str
     drafting: bool | None
     speculative: tuple[tuple[str, Any], ...] = ()
+    ranks: int = 1
 
     def __str__(self) -> str:
         words = [self.drafter, {None: "auto", True: "on", False: "off"}[self.drafting]]
-        return "-".join([*words, *(str(value) for _, value in self.speculative)])
+        words += [f"{self.ranks}-ranks"] * (self.ranks > 1)
+        return "-".join([*words, *(f"{name}-{value}" for name, value in self.speculative)])
 
 
 LLAMA = Engine("llama", None)
@@ -114,9 +117,9 @@ class Seen:
 
 
 class Engines:
-    """The engines of this session, each run once; TOGETHER=4 at a time."""
+    """The engines of this session, each run once; TOGETHER=4 at a time, those `wanted` first."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, wanted: Iterable[Engine]) -> None:
         self.folder = folder
         self.target, self.mla = write_wide_pair(folder / "pair")
         self.llama = widen_llama(LLAMA_DRAFTER, folder / "pair" / LLAMA_DRAFTER.name)
@@ -124,7 +127,7 @@ class Engines:
         self.pool = ThreadPoolExecutor(together)
         self.runs: dict[Engine, Future[Seen]] = {}
         if together > 1:
-            for engine in (LLAMA, MLA, PROBABILISTIC, OFF):
+            for engine in wanted:
                 self.begin(engine)
 
     def begin(self, engine: Engine) -> Future[Seen]:
@@ -159,6 +162,7 @@ class Engines:
             "kv_cache_memory_bytes": 512 << 20,
             "additional_config": {"kimi_eagle3": settings} if settings else {},
             "speculative_config": speculative,
+            "tensor_parallel_size": engine.ranks,
         }
         environment = {
             **os.environ,
@@ -230,7 +234,7 @@ class Engines:
 
 @pytest.fixture(scope="session")
 def engines(tmp_path_factory: pytest.TempPathFactory) -> Engines:
-    return Engines(tmp_path_factory.mktemp("drafting"))
+    return Engines(tmp_path_factory.mktemp("drafting"), (LLAMA, MLA, PROBABILISTIC, OFF))
 
 
 EACH = pytest.mark.parametrize("engine", [LLAMA, MLA], ids=str)
@@ -256,8 +260,13 @@ def test_the_loop_serves(engines: Engines, engine: Engine) -> None:
 @EACH
 @pytest.mark.parametrize("wave", WAVES)
 def test_drafts_are_stocks(engines: Engines, engine: Engine, wave: str) -> None:
+    assert_stocks(engines.run(engine).proposals(wave))
+
+
+def assert_stocks(proposals: list[dict[str, Any]]) -> None:
+    """The drafts of some proposals are stock's, near ties apart."""
     # On the CPU the first proposal makes the loop, and is stock's.
-    proposals = [one for one in engines.run(engine).proposals(wave) if one["act"]]
+    proposals = [one for one in proposals if one["act"]]
     assert proposals
     gaps = [gap for one in proposals for gap in one["gaps"]]
     requests = sum(one["requests"] for one in proposals)
@@ -276,6 +285,11 @@ def test_batches_were_mixed(engines: Engines, engine: Engine) -> None:
 
 @EACH
 def test_as_many_drafts_as_the_reference(engines: Engines, engine: Engine) -> None:
+    assert_counts(engines, engine)
+
+
+def assert_counts(engines: Engines, engine: Engine) -> None:
+    """As many drafts, and as many of them accepted, as the reference counts, which is one rank."""
     counts = engines.run(engine).waves["expected"]["spec_decode"]
     folder = engines.mla if engine.drafter == "mla" else engines.llama
     wanted = expected_run(folder.name, K)

@@ -25,6 +25,7 @@ import subprocess
 import sys
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +55,7 @@ FEWEST_BY_DRAFTING = 0.95
 RUNNING = 32
 # What the back-end's line in the log says, and those of the drafting, on the V1 and the V2 runner.
 SERVES = "serves TRITON_MLA: decode steps"
+REPLICATED = "vllm-kimi-eagle3: replicated drafter: "
 DRAFTS = ("drafting: the plugin's loop serves", "drafting: the drafter's passes of up to")
 
 
@@ -71,38 +73,57 @@ def waves() -> list[list[dict[str, Any]]]:
     return [[{"tokens": texts[5], "max_tokens": 96}], four, many]
 
 
+@dataclass(frozen=True)
+class Run:
+    """An engine.
+
+    Attributes:
+        kv: the cache's dtype.
+        ours: on or off: the plugin's attention.
+        drafter: none, llama or mla.
+        drafting: on or off: the plugin's drafting.
+        ranks: of tensor parallelism, each with a GPU.
+        replicated: the drafter is whole on each rank.
+    """
+
+    kv: str = "auto"
+    ours: str = "on"
+    drafter: str = "none"
+    drafting: str = "off"
+    ranks: int = 1
+    replicated: bool = False
+
+    def __str__(self) -> str:
+        words = [self.kv, self.ours, self.drafter, self.drafting]
+        words += [f"{self.ranks}-ranks"] * (self.ranks > 1) + ["replicated"] * self.replicated
+        return "-".join(words)
+
+
 class Engines:
     """The runs of this session, each made once; those `wanted` TOGETHER=12 at a time."""
 
-    def __init__(self, folder: Path, wanted: Iterable[tuple[str, ...]] = ()) -> None:
+    def __init__(self, folder: Path, wanted: Iterable[Run] = ()) -> None:
         self.folder = folder
         self.target, self.mla_drafter = write_wide_pair(folder / "pair")
         self.llama_drafter = widen_llama(LLAMA_DRAFTER, folder / "pair" / LLAMA_DRAFTER.name)
         together = int(os.environ.get("TOGETHER", "1"))
         self.pool = ThreadPoolExecutor(together)
-        self.runs: dict[tuple[str, ...], Future[dict[str, Any]]] = {}
+        self.runs: dict[Run, Future[dict[str, Any]]] = {}
         if together > 1:
-            for key in wanted:
-                self.begin(*key)
+            for run in wanted:
+                self.begin(run)
 
-    def begin(self, *key: str) -> Future[dict[str, Any]]:
+    def begin(self, run: Run) -> Future[dict[str, Any]]:
         """A run that may have to wait for its turn."""
-        if key not in self.runs:
-            self.runs[key] = self.pool.submit(self.start, *key)
-        return self.runs[key]
+        if run not in self.runs:
+            self.runs[run] = self.pool.submit(self.start, run)
+        return self.runs[run]
 
-    def run(self, kv: str, ours: str, drafter: str, drafting: str = "off") -> dict[str, Any]:
-        """What `lossless_probe.py` saw.
+    def run(self, run: Run) -> dict[str, Any]:
+        """What `lossless_probe.py` saw."""
+        return self.begin(run).result()
 
-        Args:
-            kv: the cache's dtype.
-            ours: on or off: the plugin's attention.
-            drafter: none, llama or mla.
-            drafting: on or off: the plugin's drafting.
-        """
-        return self.begin(kv, ours, drafter, drafting).result()
-
-    def start(self, kv: str, ours: str, drafter: str, drafting: str) -> dict[str, Any]:
+    def start(self, run: Run) -> dict[str, Any]:
         engine: dict[str, Any] = {
             "model": str(self.target),
             "dtype": "bfloat16",
@@ -118,28 +139,31 @@ class Engines:
             # Not what is left of the memory, which engines beside this one change while it looks.
             "gpu_memory_utilization": 0.02,
             "kv_cache_memory_bytes": 512 << 20,
-            "kv_cache_dtype": kv,
+            "kv_cache_dtype": run.kv,
             "attention_backend": "TRITON_MLA",
-            "additional_config": {"kimi_eagle3": {"drafting": drafting == "on"}},
+            "additional_config": {"kimi_eagle3": {"drafting": run.drafting == "on"}},
+            "tensor_parallel_size": run.ranks,
         }
-        if drafter != "none":
-            folder = self.mla_drafter if drafter == "mla" else self.llama_drafter
-            speculative = {
+        if run.drafter != "none":
+            folder = self.mla_drafter if run.drafter == "mla" else self.llama_drafter
+            speculative: dict[str, Any] = {
                 "method": "eagle3", "model": str(folder), "num_speculative_tokens": K,
             }  # fmt: skip
             if at_least(0, 21):  # Before, the target's is the drafter's.
                 speculative["attention_backend"] = (
-                    "TRITON_MLA" if drafter == "mla" else "FLASH_ATTN"
+                    "TRITON_MLA" if run.drafter == "mla" else "FLASH_ATTN"
                 )
+            if run.replicated:
+                speculative["draft_tensor_parallel_size"] = 1
             engine["speculative_config"] = speculative
-        folder = self.folder / f"{kv}-{ours}-{drafter}-{drafting}"
+        folder = self.folder / str(run)
         folder.mkdir()
         environment = {
             **os.environ,
             "VLLM_CACHE_ROOT": str(folder / "cache"),
             "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",
         }
-        if ours == "off":
+        if run.ours == "off":
             environment["VLLM_KIMI_EAGLE3_DISABLE"] = PATCH
         job, out = folder / "job.json", folder / "out.json"
         job.write_text(json.dumps({"engine": engine, "waves": waves(), "recorded": 1}))
@@ -150,26 +174,26 @@ class Engines:
         )  # fmt: skip
         (folder / "log.txt").write_text(done.stdout)
         assert out.exists(), done.stdout[-6000:]
-        assert (SERVES in done.stdout) == (ours == "on"), done.stdout[-6000:]
+        assert (SERVES in done.stdout) == (run.ours == "on"), done.stdout[-6000:]
         drafts = any(line in done.stdout for line in DRAFTS)
-        assert drafts == (drafting == "on"), done.stdout[-6000:]
+        assert drafts == (run.drafting == "on"), done.stdout[-6000:]
+        assert (REPLICATED in done.stdout) == run.replicated, done.stdout[-6000:]
         result: dict[str, Any] = json.loads(out.read_text())
-        print(kv, ours, drafter, drafting, result["spec_decode"], end=" ")
+        print(run, result["spec_decode"], end=" ")
         print("graphs a forward:", result["graphs"], "a proposal:", result["drafting_graphs"])
         return result
 
 
-def runs_of(item: Any) -> Iterator[tuple[str, str, str, str]]:
+def runs_of(item: Any) -> Iterator[Run]:
     """What a test needs."""
-    names = (("kv", "auto"), ("ours", "on"), ("drafter", "mla"), ("drafting", "off"))
-    kv, ours, drafter, drafting = (item.callspec.params.get(*name) for name in names)
-    yield kv, "off", "none", "off"
-    yield kv, ours, "none", "off"
-    if drafter != "llama" or at_least(0, 21):
-        yield kv, ours, drafter, drafting
+    one = Run(**{"drafter": "mla", **item.callspec.params})
+    yield Run(one.kv, "off")
+    yield Run(one.kv, one.ours)
+    if one.drafter != "llama" or at_least(0, 21):
+        yield one
         if "accepted" in item.name:
-            yield kv, "off", drafter, "off"
-            yield kv, "on", drafter, "off"
+            yield Run(one.kv, "off", one.drafter)
+            yield Run(one.kv, "on", one.drafter)
 
 
 @pytest.fixture(scope="session")
@@ -179,12 +203,10 @@ def engines(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     return Engines(tmp_path_factory.mktemp("lossless"), wanted)
 
 
-def judged(
-    engines: Engines, kv: str, ours: str, drafter: str, drafting: str = "off"
-) -> dict[str, Any]:
+def judged(engines: Engines, one: Run) -> dict[str, Any]:
     """Tokens of a run, how many of them are not the reference's for their prefix, and how many
     logits the furthest of those is below it."""
-    run = engines.run(kv, ours, drafter, drafting)
+    run = engines.run(one)
     if "judged" not in run:
         reference = load_target(engines.target)
         gaps = []
@@ -197,24 +219,21 @@ def judged(
                 taken = logits.gather(1, tokens[len(request["tokens"]) :, None])[:, 0]
                 gaps.append(logits.max(1).values - taken)
         gap = torch.cat(gaps)
-        plain = engines.run(kv, ours, "none")
+        plain = engines.run(Run(one.kv, one.ours, ranks=one.ranks))
         run["judged"] = {
             "tokens": len(gap),
             "others": int((gap > 0).sum()),
             "furthest": round(float(gap.max()), 3),
             "same_texts_as_without_drafts": sum(
-                one == other
+                text == other
                 for pair in zip(run["waves"], plain["waves"], strict=True)
-                for one, other in zip(*pair, strict=True)
+                for text, other in zip(*pair, strict=True)
             ),
             "texts": len(gaps),
         }
-        print(kv, ours, drafter, drafting, run["judged"])
+        print(one, run["judged"])
         if "LOSSLESS" in os.environ:
-            about = {
-                "kv": kv, "ours": ours, "drafter": drafter, "drafting": drafting, "k": K,
-                "running": RUNNING,
-            }  # fmt: skip
+            about = {**asdict(one), "k": K, "running": RUNNING}
             names = ("judged", "spec_decode", "graphs", "drafting_graphs")
             about |= {name: run[name] for name in names}
             rows.append(Path(os.environ["LOSSLESS"]), {**gpu_facts(), **about})
@@ -222,9 +241,18 @@ def judged(
     return found
 
 
-def accepted(engines: Engines, kv: str, ours: str, drafter: str, drafting: str) -> float:
+def assert_lossless(engines: Engines, one: Run, measure: Run) -> None:
+    """A run's tokens are as much the reference's as those of the run that is the measure."""
+    wanted = judged(engines, measure)
+    assert wanted["others"] < 0.025 * wanted["tokens"], wanted
+    found = judged(engines, one)
+    assert found["others"] <= MOST_OTHERS * wanted["others"], (found, wanted)
+    assert found["furthest"] <= FURTHEST * wanted["furthest"], (found, wanted)
+
+
+def accepted(engines: Engines, run: Run) -> float:
     """Drafts a step."""
-    counts = engines.run(kv, ours, drafter, drafting)["spec_decode"]
+    counts = engines.run(run)["spec_decode"]
     return float(counts["num_accepted_tokens"] / counts["num_drafts"])
 
 
@@ -247,14 +275,12 @@ def test_tokens_are_the_references(
 ) -> None:
     if drafter == "llama" and not at_least(0, 21):
         pytest.skip("before 0.21 TRITON_MLA is applied to a Llama drafter too, which refuses")
-    measure = judged(engines, kv, "off", "none")
-    assert measure["others"] < 0.025 * measure["tokens"], measure
-    found = judged(engines, kv, ours, drafter, drafting)
+    one, measure = Run(kv, ours, drafter, drafting), Run(kv, "off")
     if ours == "off" and drafter != "none":
         # An H200, 0.26.0: five times as many others as without drafts, up to 8 logits below.
-        pytest.xfail(f"stock's verify steps are not this project's: {found}, without: {measure}")
-    assert found["others"] <= MOST_OTHERS * measure["others"], (found, measure)
-    assert found["furthest"] <= FURTHEST * measure["furthest"], (found, measure)
+        found, wanted = (judged(engines, run) for run in (one, measure))
+        pytest.xfail(f"stock's verify steps are not this project's: {found}, without: {wanted}")
+    assert_lossless(engines, one, measure)
 
 
 @KV
@@ -265,12 +291,12 @@ def test_as_many_drafts_are_accepted(
 ) -> None:
     if drafter == "llama" and not at_least(0, 21):
         pytest.skip("before 0.21 TRITON_MLA is applied to a Llama drafter too, which refuses")
-    stock = accepted(engines, kv, "off", drafter, "off")
+    stock = accepted(engines, Run(kv, "off", drafter))
     assert stock > 0.5
-    found = accepted(engines, kv, "on", drafter, drafting)
+    found = accepted(engines, Run(kv, "on", drafter, drafting))
     assert found > FEWEST_ACCEPTED * stock, (found, stock)
     if drafting == "on":
-        without = accepted(engines, kv, "on", drafter, "off")
+        without = accepted(engines, Run(kv, "on", drafter))
         assert found > FEWEST_BY_DRAFTING * without, (found, without)
 
 
@@ -279,9 +305,14 @@ def test_as_many_drafts_are_accepted(
 def test_verify_steps_are_whole_graphs(engines: Engines, kv: str, drafting: str) -> None:
     """Of a wave of four, all forwards without a prefill replay one graph, as many as have one; and
     with the plugin's loop all proposals after such a forward do."""
-    run = engines.run(kv, "on", "mla", drafting)
+    # Upstream's own loop is there from 0.29 on.
+    by_loop = drafting == "on" and not at_least(0, 29)
+    assert_whole_graphs(engines.run(Run(kv, "on", "mla", drafting)), by_loop=by_loop)
+
+
+def assert_whole_graphs(run: dict[str, Any], *, by_loop: bool) -> None:
+    """Of the recorded wave's forwards without a prefill, and of the proposals after them."""
     prefills = -(-sum(len(request["tokens"]) for request in waves()[1]) // 192) + 1
-    by_loop = drafting == "on" and not at_least(0, 29)  # Upstream's own loop is there from then on.
     for name in ("graphs", *(["drafting_graphs"] if by_loop else [])):
         graphs = dict(run[name])
         assert sum(count for replays, count in graphs.items() if replays != 1) <= prefills, graphs
