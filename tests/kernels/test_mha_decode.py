@@ -30,6 +30,9 @@ from vllm_kimi_eagle3.kernels.mha_reference import mha_decode_reference
 
 BF16, FP16, FP32, FP8 = torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn
 ALLOWED = {BF16: 2e-2, FP16: 4e-3, FP32: 1e-5}
+# With an fp8 cache queries and weights are rounded to float16, whatever the queries' dtype: with
+# scores as large as `cases` makes them, 5.4e-3 was seen.
+ALLOWED_FP8 = 1e-2
 PAGES = [16, 32, 48, 64]
 GPU = arch.arch_of(torch.device("cpu"))
 CONFIGS = sorted(
@@ -185,7 +188,9 @@ def test_any_shape(case: Case, config: arch.DecodeConfig | None) -> None:
         config = None
     exact = mha_decode_reference(*case.tensors, **case.keywords)
     out = run(case, config)
-    allowed = 4e-3 if case.tensors[1].dtype == FP8 and out.dtype == FP32 else ALLOWED[out.dtype]
+    allowed = ALLOWED[out.dtype]
+    if case.tensors[1].dtype == FP8:
+        allowed = max(allowed, ALLOWED_FP8)
     assert (out.double() - exact).abs().max() <= allowed * max(1.0, float(exact.abs().max()) / 4)
 
 
