@@ -109,8 +109,9 @@ def check(words: Sequence[str]) -> int:
     from .check import check_host
     from .check.facts import facts_for
     from .check.gpus import parse_gpus
-    from .check.report import explain, printable, similar_kinds
+    from .check.report import explain, similar_kinds
     from .findings.catalogue import KINDS
+    from .findings.lines import printable
     from .status import host_status, not_in_effect
 
     options = split_options(words)
@@ -258,7 +259,7 @@ class _Progress:
         self._shown = 0
 
     def __call__(self, text: str) -> None:
-        from .check.report import printable
+        from .findings.lines import printable
 
         if _is_terminal(sys.stderr):
             text = printable(text)[: shutil.get_terminal_size().columns - 1]

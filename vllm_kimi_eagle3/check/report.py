@@ -12,6 +12,7 @@ from typing import Any
 from vllm_kimi_eagle3 import __version__
 from vllm_kimi_eagle3.findings import Finding, Kind, Severity
 from vllm_kimi_eagle3.findings.catalogue import KINDS
+from vllm_kimi_eagle3.findings.lines import UNTOLD, field_lines, finding_lines, findings_as_json
 
 from .path import Path
 from .runner import runner_of
@@ -24,13 +25,6 @@ EXIT_FINE, EXIT_BAD, EXIT_UNTOLD = 0, 1, 2
 
 _ORDER = list(Severity)
 _BAD = (Severity.FAILS, Severity.WRONG)
-# SGR codes of a terminal.
-_COLOURS = {
-    Severity.FAILS: "1;31",
-    Severity.WRONG: "31",
-    Severity.SLOW: "33",
-    Severity.NOTE: "36",
-}
 # For counts in the last line.
 _WORDS = {
     Severity.FAILS: "{} failing",
@@ -38,8 +32,6 @@ _WORDS = {
     Severity.SLOW: "{} slow",
     Severity.NOTE: "{} to note",
 }
-_UNTOLD, _UNTOLD_COLOUR = "untold", "35"
-_LABEL_WIDTH = 8
 
 
 @dataclass(frozen=True)
@@ -109,18 +101,7 @@ class Report:
             "drafter": self.drafter,
             "path": None if self.path is None else asdict(self.path),
             "exit_code": self.exit_code,
-            "findings": [
-                {
-                    "id": finding.id,
-                    "severity": finding.severity.value,
-                    "undecided": finding.undecided,
-                    "fact": finding.fact,
-                    "fix": finding.fix,
-                    "evidence": asdict(finding.evidence),
-                    "upstream": list(finding.upstream),
-                }
-                for finding in self.findings
-            ],
+            "findings": findings_as_json(self.findings),
         }
 
     def as_text(self, *, colour: bool = False, width: int | None = None) -> str:
@@ -141,9 +122,9 @@ class Report:
             ("path", None if self.path is None else str(self.path)),
         ):
             if value is not None:
-                lines += _field(name, value, width)
+                lines += field_lines(name, value, width)
         for finding in self.findings:
-            lines += ["", *_lines(finding, colour, width)]
+            lines += ["", *finding_lines(finding, colour, width)]
         lines += ["", self.verdict]
         return "\n".join(lines)
 
@@ -164,13 +145,13 @@ class Report:
         else:
             said = "This is fine"
         parts = [_WORDS[severity].format(n) for severity, n in count.items() if n]
-        parts += [f"{untold} untold"] if untold else []
+        parts += [f"{untold} {UNTOLD}"] if untold else []
         return f"{said}: {', '.join(parts) or 'no findings'}."
 
 
 def explain(kind: Kind) -> str:
     """The long form of a kind of finding, as ``check --explain`` prints it."""
-    label = _UNTOLD if kind.undecided else kind.severity.value
+    label = UNTOLD if kind.undecided else kind.severity.value
     return "\n\n".join(
         [
             f"{kind.id} ({label}): {kind.title}",
@@ -185,41 +166,6 @@ def similar_kinds(name: str) -> list[str]:
     return difflib.get_close_matches(name, KINDS, n=3) or [k for k in KINDS if name in k]
 
 
-def printable(text: str) -> str:
-    """``text`` with what a terminal would act on, and what cannot be encoded, escaped."""
-    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
-
-
 def _rank(finding: Finding) -> tuple[int, bool, int]:
     areas = list(KINDS)
     return _ORDER.index(finding.severity), finding.undecided, areas.index(finding.id)
-
-
-def _field(name: str, value: str, width: int | None) -> list[str]:
-    first = f"  {name:<{_LABEL_WIDTH}}"
-    if width is None:
-        return [printable(first + value)]
-    return textwrap.wrap(
-        printable(value),
-        width,
-        initial_indent=first,
-        subsequent_indent=" " * len(first),
-        break_long_words=False,
-        break_on_hyphens=False,
-    )
-
-
-def _lines(finding: Finding, colour: bool, width: int | None) -> list[str]:
-    label = _UNTOLD if finding.undecided else finding.severity.value
-    painted = f"{label:<{_LABEL_WIDTH}}"
-    if colour:
-        code = _UNTOLD_COLOUR if finding.undecided else _COLOURS[finding.severity]
-        painted = f"\x1b[{code}m{painted}\x1b[0m"
-    lines = [f"{painted}  {finding.id}", *_field("", finding.fact, width)]
-    if evidence := str(finding.evidence):
-        lines += _field("from", evidence, width)
-    if finding.fix:
-        lines += _field("fix", finding.fix, None)
-    if finding.severity is not Severity.NOTE:
-        lines += [f"  {'see':<{_LABEL_WIDTH}}{link}" for link in finding.upstream]
-    return lines

@@ -11,7 +11,7 @@ from vllm_kimi_eagle3 import __version__
 from vllm_kimi_eagle3.acceptance.model import Acceptance, Estimate, acceptance
 from vllm_kimi_eagle3.findings import Finding, Severity
 from vllm_kimi_eagle3.findings.catalogue import KINDS
-from vllm_kimi_eagle3.findings.lines import field_lines, finding_lines, printable
+from vllm_kimi_eagle3.findings.lines import field_lines, finding_lines, findings_as_json, printable
 
 from .signature import Expected, LengthBin
 
@@ -133,18 +133,7 @@ class Report:
             "tokens_per_second_without": self.speed_without,
             "exit_code": self.exit_code,
             "verdict": self.verdict,
-            "findings": [
-                {
-                    "id": finding.id,
-                    "severity": finding.severity.value,
-                    "undecided": finding.undecided,
-                    "fact": finding.fact,
-                    "fix": finding.fix,
-                    "evidence": asdict(finding.evidence),
-                    "upstream": list(finding.upstream),
-                }
-                for finding in self.findings
-            ],
+            "findings": findings_as_json(self.findings),
         }
 
     def as_text(self, *, colour: bool = False, width: int | None = None) -> str:
@@ -223,6 +212,15 @@ def sort(found: Sequence[Finding]) -> list[Finding]:
     return sorted(
         dict.fromkeys(found),
         key=lambda f: (_ORDER.index(f.severity), not f.undecided, ids.index(f.id)),
+    )
+
+
+def stopped(error: Exception) -> Finding:
+    """A defect of ours, as a finding: it does not hide what was found before."""
+    return Finding(
+        "diagnose-stopped",
+        f"diagnose stopped at {type(error).__name__}: {str(error)[:300]}",
+        "please report it",
     )
 
 

@@ -18,7 +18,7 @@ from vllm_kimi_eagle3.findings import Evidence, Finding, Severity
 
 from . import drive, signature
 from .metrics import DRAFTS, Page, read_page
-from .report import Report, measured_of, sort
+from .report import Report, measured_of, sort, stopped
 from .server import MAX_TIMEOUT, Model, Server, ServerError
 from .signature import Expected, Observed, Part
 
@@ -151,14 +151,7 @@ def diagnose(options: Options, progress: Progress | None = None) -> Report:
             Finding("diagnose-no-answer", error.fact, error.fix, Evidence(key=options.url))
         )
     except Exception as error:
-        # A defect of ours is a finding, so that it does not hide what was measured.
-        work.found.append(
-            Finding(
-                "diagnose-stopped",
-                f"diagnose stopped at {type(error).__name__}: {str(error)[:300]}",
-                "please report it",
-            )
-        )
+        work.found.append(stopped(error))
     return work.report()
 
 

@@ -1,9 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Findings as a person reads them: the lines of one, and of a field of a report."""
+"""Findings as the reports show them: lines for a person, with those of a field beside them, and
+plain data for ``--json``."""
 
 from __future__ import annotations
 
 import textwrap
+from collections.abc import Iterable
+from dataclasses import asdict
+from typing import Any
 
 from . import Finding
 from .kinds import Severity
@@ -55,3 +59,19 @@ def finding_lines(finding: Finding, colour: bool, width: int | None) -> list[str
     if finding.severity is not Severity.NOTE:
         lines += [f"  {'see':<{LABEL_WIDTH}}{link}" for link in finding.upstream]
     return lines
+
+
+def findings_as_json(findings: Iterable[Finding]) -> list[dict[str, Any]]:
+    """Findings as plain data, in their order: the value of ``findings`` in every report."""
+    return [
+        {
+            "id": finding.id,
+            "severity": finding.severity.value,
+            "undecided": finding.undecided,
+            "fact": finding.fact,
+            "fix": finding.fix,
+            "evidence": asdict(finding.evidence),
+            "upstream": list(finding.upstream),
+        }
+        for finding in findings
+    ]

@@ -19,10 +19,11 @@ from vllm_kimi_eagle3 import check as package
 from vllm_kimi_eagle3 import cli
 from vllm_kimi_eagle3.check import Gpus, check
 from vllm_kimi_eagle3.check.gpus import find_gpus, parse_gpus
-from vllm_kimi_eagle3.check.report import explain, printable
+from vllm_kimi_eagle3.check.report import explain
 from vllm_kimi_eagle3.check.subject import GIB
 from vllm_kimi_eagle3.findings import Evidence, Finding, Severity
 from vllm_kimi_eagle3.findings.catalogue import KINDS
+from vllm_kimi_eagle3.findings.lines import printable
 from vllm_kimi_eagle3.host import Host
 
 from .corpus import run

@@ -12,7 +12,7 @@ from vllm_kimi_eagle3 import __version__
 from vllm_kimi_eagle3.acceptance.model import LEVEL, Acceptance, acceptance, student
 from vllm_kimi_eagle3.diagnose.report import EXIT_BAD, EXIT_FINE, EXIT_UNTOLD
 from vllm_kimi_eagle3.findings import Finding, Severity
-from vllm_kimi_eagle3.findings.lines import field_lines, finding_lines, printable
+from vllm_kimi_eagle3.findings.lines import field_lines, finding_lines, findings_as_json, printable
 
 from .hypotheses import Reading, described, rope_words
 from .score import Score
@@ -180,18 +180,7 @@ class Report:
             "written": self.written,
             "exit_code": self.exit_code,
             "verdict": self.verdict,
-            "findings": [
-                {
-                    "id": finding.id,
-                    "severity": finding.severity.value,
-                    "undecided": finding.undecided,
-                    "fact": finding.fact,
-                    "fix": finding.fix,
-                    "evidence": asdict(finding.evidence),
-                    "upstream": list(finding.upstream),
-                }
-                for finding in self.findings
-            ],
+            "findings": findings_as_json(self.findings),
         }
 
     def _row_as_json(self, row: Row) -> dict[str, Any]:

@@ -27,7 +27,7 @@ from vllm_kimi_eagle3.check.spelling import is_eagle3
 from vllm_kimi_eagle3.checkpoint.drafter import TensorsError
 from vllm_kimi_eagle3.checkpoint.errors import CheckpointError
 from vllm_kimi_eagle3.diagnose import drive
-from vllm_kimi_eagle3.diagnose.report import sort
+from vllm_kimi_eagle3.diagnose.report import sort, stopped
 from vllm_kimi_eagle3.diagnose.run import OptionError
 from vllm_kimi_eagle3.diagnose.signature import LOOPING_TEXTS, LOOPS, MIN_BYTES
 from vllm_kimi_eagle3.findings import Evidence, Finding, Severity
@@ -210,14 +210,7 @@ def diagnose(options: Options, asked: Asked, progress: Progress | None = None) -
     except CheckpointError as error:
         work.found.append(error.finding)
     except Exception as error:
-        # A defect of ours is a finding, so that it does not hide what was scored.
-        work.found.append(
-            Finding(
-                "diagnose-stopped",
-                f"diagnose stopped at {type(error).__name__}: {str(error)[:300]}",
-                "please report it",
-            )
-        )
+        work.found.append(stopped(error))
     return replace(work.so_far, findings=tuple(sort(work.found)))
 
 
