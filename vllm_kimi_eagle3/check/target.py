@@ -148,7 +148,9 @@ def findings(subject: Subject) -> Iterator[Finding]:
     if not is_kimi_target(ConfigFile(config)):
         yield _not_kimi(config, folder)
         return
-    yield from _shape(subject, config, folder)
+    shape, wrong = shape_of(config, folder)
+    subject.shape = shape or subject.shape
+    yield from wrong
     quantization, file = quantization_of(config, folder)
     yield from _weights(subject, config, folder, quantization)
     yield from _quantization(subject, quantization, file)
@@ -257,12 +259,14 @@ def _not_kimi(config: Mapping[str, Any], folder: Path) -> Finding:
     )
 
 
-def _shape(subject: Subject, config: Mapping[str, Any], folder: Path) -> Iterator[Finding]:
+def shape_of(config: Mapping[str, Any], folder: Path) -> tuple[TargetShape | None, list[Finding]]:
+    """A target's sizes from its config.json; None, and what is wrong, if they are not all there."""
     multimodal = config.get("model_type") == MULTIMODAL_MODEL_TYPE
     text = config.get("text_config") if multimodal else config
     if not isinstance(text, Mapping):
         text = {}
     found: dict[str, int] = {}
+    wrong: list[Finding] = []
     for key in ("num_hidden_layers", "hidden_size", "vocab_size"):
         value = text.get(key)
         if type(value) is int and 0 < value < 2**31:
@@ -270,20 +274,22 @@ def _shape(subject: Subject, config: Mapping[str, Any], folder: Path) -> Iterato
             continue
         name = f"text_config.{key}" if multimodal else key
         said = "is missing" if value is None else f"is {quoted(value)}"
-        yield Finding(
-            "target-size",
-            f"{str(folder / 'config.json')!r}: {name} {said}, and must be a positive number",
-            "take config.json from the model's page again",
-            Evidence(
-                plain(str(folder / "config.json")),
-                name,
-                "missing" if value is None else quoted(value),
-            ),
+        wrong.append(
+            Finding(
+                "target-size",
+                f"{str(folder / 'config.json')!r}: {name} {said}, and must be a positive number",
+                "take config.json from the model's page again",
+                Evidence(
+                    plain(str(folder / "config.json")),
+                    name,
+                    "missing" if value is None else quoted(value),
+                ),
+            )
         )
-    if len(found) == 3:
-        subject.shape = TargetShape(
-            found["num_hidden_layers"], found["hidden_size"], found["vocab_size"]
-        )
+    if wrong:
+        return None, wrong
+    sizes = found["num_hidden_layers"], found["hidden_size"], found["vocab_size"]
+    return TargetShape(*sizes), []
 
 
 # ----------------------------------------------------------------------------- its weights

@@ -150,4 +150,13 @@ anything is loaded: layers times tokens times the hidden size times two bytes. `
 less, `--keep FOLDER` puts it elsewhere.""",
         undecided=True,
     ),
+    Kind(
+        "diagnose-offline-copy",
+        Severity.NOTE,
+        "The copy of the drafter was not written",
+        """\
+`--write FOLDER` makes a copy of the drafter that the server reads in the best way. The folder has \
+to be new or empty, and where tensors change there has to be room for the weights once more.""",
+        undecided=True,
+    ),
 )

@@ -42,6 +42,8 @@ _NOT_HERE = frozenset(
         "enable_prefix_caching",
         "enforce_eager",
         "kv_events_config",
+        "kv_offloading_backend",
+        "kv_offloading_size",
         "kv_transfer_config",
         "max_cudagraph_capture_size",
         "max_model_len",
@@ -97,6 +99,8 @@ class Job:
         ]
         longest = max([*asked, *(n + _TEMPLATE for n in self.long)], default=0)
         longest += self.tokens + self.behind + 2
+        # A text that is longer than all may be together is left out, and a token comes behind it.
+        longest = min(longest, self.budget + 1)
         return longest if self.max_model_len is None else min(longest, self.max_model_len)
 
     @property
@@ -136,6 +140,14 @@ def engine_arguments(job: Job, known: Sequence[str]) -> dict[str, Any]:
         # No image is sent, and the vision tower's largest input takes most of a minute.
         arguments["skip_mm_profiling"] = True
     return arguments
+
+
+class CaptureError(ValueError):
+    """The job cannot be done, for a reason that is known here."""
+
+    def __init__(self, fact: str, fix: str) -> None:
+        super().__init__(fact)
+        self.fix = fix
 
 
 # -------------------------------------------------------------------------------------- the worker
@@ -373,8 +385,10 @@ def run(job: Job) -> dict[str, Any]:
     taken = within(job, prompts)
     prompts_taken = [prompts[index] for index in taken]
     if not prompts_taken:
-        raise ValueError(
-            f"none of {len(prompts)} prompts fits {job.longest:,} tokens with its answer"
+        raise CaptureError(
+            f"none of {len(prompts)} prompts fits {job.longest:,} tokens with its answer",
+            "give shorter prompts with --prompts or shorter answers with --tokens, or raise "
+            "--max-model-len or --budget",
         )
     sampling = [
         SamplingParams(temperature=0.0, max_tokens=job.tokens + job.behind, ignore_eos=ignore)
@@ -451,8 +465,11 @@ def main(path: str) -> int:
     try:
         result = run(job)
     except BaseException as error:
-        traceback.print_exc()
         said = {"type": type(error).__name__, "message": str(error)[:2000]}
+        if isinstance(error, CaptureError):
+            said["fix"] = error.fix
+        else:
+            traceback.print_exc()
         (folder / ERROR).write_text(json.dumps(said), encoding="utf-8")
         return 1
     (folder / RESULT).write_text(json.dumps(result), encoding="utf-8")

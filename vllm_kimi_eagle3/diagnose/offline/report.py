@@ -68,15 +68,20 @@ def gain(better: Score, other: Score, tried: int = 1) -> Gain:
 
 @dataclass(frozen=True)
 class Row:
-    """A reading with its acceptance."""
+    """A reading with its acceptance.
+
+    Attributes:
+        told_apart: it is significantly worse than the best one.
+    """
 
     score: Score
     accepted: Acceptance
+    told_apart: bool
 
     @classmethod
-    def of(cls, score: Score) -> Row:
+    def of(cls, score: Score, told_apart: bool) -> Row:
         """With intervals from the scatter between the texts."""
-        return cls(score, acceptance(score.texts))
+        return cls(score, acceptance(score.texts), told_apart)
 
 
 @dataclass(frozen=True)
@@ -93,8 +98,8 @@ class Report:
         rows: every reading that was scored, the best first.
         gain: of ``best`` over ``now``.
         head: whether its head belongs to it, in words; "" where that was not looked at.
-        next_best: what the best of the others saves over ``now``, where ``now`` is the best: less
-            than nothing.
+        next_best: what the best of the others saves over ``now``, where ``now`` is the best: as a
+            rule less than nothing.
         flag: ``--additional-config`` for ``best``; "" where it needs none.
         written: the copy of the drafter that reads as ``best``, and what is in it.
         expected: the published rates, and their source in words.
@@ -147,7 +152,9 @@ class Report:
             return f"That could not be told: {untold[0].kind.title.lower()} [{untold[0].id}]."
         said = "The server reads this drafter as it was trained: no other reading is better"
         if self.next_best is not None:
-            said += f"; the next best one takes {-self.next_best.steps:.0%} more steps"
+            more = round(-100 * self.next_best.steps)
+            said += "; the next best one takes "
+            said += f"{more}% more steps" if more > 0 else "as many steps"
         return f"{said}."
 
     def as_json(self) -> dict[str, Any]:
@@ -189,6 +196,7 @@ class Report:
             "reading": self._words(row),
             "now": row is self.now,
             "best": row is self.best,
+            "told_apart": row.told_apart,
             "drafts": counts.drafts,
             "accepted": list(counts.accepted),
             "positions": _positions(row),
@@ -249,12 +257,14 @@ class Report:
         for row in shown:
             length = row.accepted.length
             rates = "".join(f"{rate.value:8.1%}" for rate in row.accepted.rates)
-            mark = ">" if row is self.best else " "
+            mark = ">" if row is self.best else " " if row.told_apart else "~"
             words = self._words(row)
             interval = f"{length.value:.2f} ({length.low:.2f} to {length.high:.2f})"
             lines.append(printable(f"  {mark} {interval:<22}{rates}   {words}"))
         if len(self.rows) > len(shown):
             lines.append(f"    and {len(self.rows) - len(shown)} more that are worse")
+        if any(row is not self.best and not row.told_apart for row in self.rows):
+            lines.append("  ~ not told apart from the best one by these answers")
         if self.expected is not None:
             rates = "".join(f"{rate:8.0%}" for rate in self.expected[0])
             published = f"{1 + sum(self.expected[0]):.2f}"

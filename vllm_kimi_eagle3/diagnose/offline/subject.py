@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm_kimi_eagle3.check.drafter import DEFAULT_LENGTH
+from vllm_kimi_eagle3.check.target import shape_of
 from vllm_kimi_eagle3.checkpoint.aux_layers import default_layers, resolve_aux_layers
 from vllm_kimi_eagle3.checkpoint.drafter import (
     Drafter,
@@ -100,6 +101,11 @@ class Subject:
     additional_config: Mapping[str, Any]
 
     @property
+    def whole_head(self) -> bool:
+        """The head has a row for each of the target's tokens, and needs no map."""
+        return self.expected.draft_vocab_size == self.expected.vocab_size
+
+    @property
     def largest_head(self) -> TensorInfo | None:
         """Of the heads that are tried, the one with most bytes."""
         heads = [t.get("lm_head.weight") for t in (self.tensors, self.target_tensors)]
@@ -144,9 +150,9 @@ def read_subject(
             value=target_config.get("architectures"),
         )
     text = target_config.get("text_config", target_config)
-    shape = TargetShape(
-        int(text["num_hidden_layers"]), int(text["hidden_size"]), int(text["vocab_size"])
-    )
+    shape, wrong = shape_of(target_config, target_folder)
+    if shape is None:
+        raise TensorsError(wrong)
     tensors = read_tensors(folder)
     if tensors is None:
         raise CheckpointError(

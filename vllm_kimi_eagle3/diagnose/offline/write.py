@@ -52,7 +52,10 @@ def write_copy(subject: Subject, best: Reading, destination: Path) -> str:
     text = json.dumps(config, indent=2, ensure_ascii=False) + "\n"
     (destination / "config.json").write_text(text, encoding="utf-8")
     if not rewrite:
-        return "config.json changed, the weights as they are"
+        missing = best.rows == "unknown" and best.head == "own"
+        return "config.json changed, the weights as they are" + (
+            ": the d2t is still missing" if missing else ""
+        )
     kept = {name: info for name, info in subject.tensors.items() if name not in dropped}
     _save(destination / "model.safetensors", kept, d2t)
     gone = sorted(name for name in dropped if name != "d2t" or d2t is None)
@@ -72,6 +75,8 @@ def tensor_changes(subject: Subject, best: Reading) -> tuple[set[str], list[int]
         dropped.add("embed_tokens.weight")
     if "head" in changed and best.head == "target":
         return dropped | {name for name in _VOCABULARY if name in subject.tensors}, None
+    if "rows" in changed and best.rows == "none" and subject.whole_head:
+        dropped |= {"d2t", "t2d"} & set(subject.tensors)
     if "rows" not in changed or best.rows not in ("t2d", "ids"):
         return dropped, None
     if best.rows == "t2d":

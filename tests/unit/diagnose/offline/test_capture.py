@@ -192,7 +192,7 @@ def test_what_of_a_command_the_target_gets() -> None:
         "port": 8000,
     }
     prompts = [{"token_ids": [1] * 40}, {"text": "ten letters"}]
-    arguments = engine_arguments(job(options=options, prompts=prompts), known)
+    arguments = engine_arguments(job(options=options, prompts=prompts, budget=2000), known)
     assert arguments == {
         "model": "target",
         "tensor_parallel_size": 8,
@@ -205,6 +205,8 @@ def test_what_of_a_command_the_target_gets() -> None:
         "skip_mm_profiling": True,
     }
     assert engine_arguments(job(prompts=prompts, max_model_len=64), [])["max_model_len"] == 64
+    # A text that is longer than all may be together is left out, and asks for no room.
+    assert engine_arguments(job(prompts=prompts), [])["max_model_len"] == 201
 
 
 def test_the_extension_has_no_name_that_a_worker_may_have() -> None:

@@ -5,7 +5,10 @@ setting gives the healthy counts back. (The target's part is in tests/hosts.)"""
 from __future__ import annotations
 
 import json
+import os
 import shlex
+import shutil
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,6 +21,7 @@ from tests.assets import variants
 from tests.assets.variants import edit_drafter
 from vllm_kimi_eagle3 import cli
 from vllm_kimi_eagle3.acceptance.given import given
+from vllm_kimi_eagle3.check.facts import facts_for
 from vllm_kimi_eagle3.diagnose.offline import run
 from vllm_kimi_eagle3.diagnose.offline.refit import Refit
 from vllm_kimi_eagle3.diagnose.run import OptionError
@@ -35,7 +39,7 @@ def command(
 
     def call(drafter: Path, *more: str, k: int = 3) -> tuple[int, dict[str, Any]]:
         given = ["--captured", str(captured), "--max-model-len", "512", "--json"]
-        code = cli.main(["diagnose", "--offline", str(TARGET), *words(drafter, k), *more, *given])
+        code = cli.main(["diagnose", "--offline", str(TARGET), *words(drafter, k), *given, *more])
         return code, json.loads(capsys.readouterr().out)
 
     return call
@@ -304,7 +308,145 @@ def test_the_text_report(captured: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert lines[-1].startswith("The server reads this drafter as it was trained")
 
 
+def few(captured: Path, folder: Path, texts: int, tokens: int) -> Path:
+    """The first answers, and of each so many tokens."""
+    found = json.loads((captured / "captured.json").read_text())
+    found["texts"] = found["texts"][:texts]
+    for text in found["texts"]:
+        text["token_ids"] = text["token_ids"][: text["prompt_tokens"] + tokens]
+        (folder / text["file"]).symlink_to(captured / text["file"])
+    (folder / "captured.json").write_text(json.dumps(found))
+    return folder
+
+
+def test_few_answers_call_no_broken_pair_healthy(
+    command: Command, captured: Path, tmp_path: Path
+) -> None:
+    """A layer that is one off shows, and not significantly: that is no clean bill of health."""
+    drafter = edit_drafter(LLAMA, tmp_path / "broken", AUX_UP)
+    (tmp_path / "few").mkdir()
+    folder = few(captured, tmp_path / "few", 8, 30)
+    code, report = command(drafter, "--captured", str(folder))
+    assert code == 2
+    assert "diagnose-too-few-drafts" in ids(report)
+    assert report["next_best"]["steps"] > 0.02
+    assert report["next_best"]["low"] <= 0
+    assert "as it was trained" not in report["verdict"]
+
+
+def test_readings_that_are_not_told_apart_are_marked(
+    command: Command, tmp_path: Path, captured: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Short texts hardly tell one rope from another."""
+    _, report = command(LLAMA)
+    apart = {row["reading"]: row["told_apart"] for row in report["readings"]}
+    assert apart["aux layers [3, 5, 6] (one higher)"]
+    alike = [reading for reading, told in apart.items() if not told]
+    assert "as it is now" in alike
+    drafter = edit_drafter(LLAMA, tmp_path / "broken", AUX_UP)
+    (tmp_path / "few").mkdir()
+    folder = few(captured, tmp_path / "few", 8, 30)
+    cli.main(["diagnose", "--offline", str(TARGET), *words(drafter), "--captured", str(folder)])
+    page = capsys.readouterr().out
+    assert "  ~ not told apart from the best one" in page
+    assert any(line.startswith("  ~ ") and "one lower" in line for line in page.splitlines())
+
+
+@pytest.mark.parametrize("least", [0.1, 0.9])
+def test_where_nothing_fits_a_little_better_is_no_cause(
+    least: float, command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On text that it was not trained on a right drafter may be a little better read wrongly, and
+    significantly so: of sixteen such answers the tiny one took 3.5 % fewer steps with YaRN."""
+    drafter = edit_drafter(LLAMA, tmp_path / "broken", AUX_UP)
+    monkeypatch.setattr(run, "_COLLAPSED", 1.01)
+    monkeypatch.setattr(run, "_LEAST_WHERE_NONE_FITS", least)
+    code, report = command(drafter)
+    named = {"diagnose-offline-aux-layers"} if least == 0.1 else set()
+    assert code == 1
+    assert set(ids(report)) - {"drafter-aux-unsure"} == named | {"diagnose-offline-none-fits"}
+    assert (reading(report, "best") != reading(report, "now")) is bool(named)
+    assert bool(report["additional_config"]) is bool(named)
+
+
+def test_the_layers_of_a_drafter_that_contradicts_itself_can_be_copied(
+    command: Command, tmp_path: Path
+) -> None:
+    drafter = edit_drafter(LLAMA, tmp_path / "drafter", {variants.IDS: [3, 5, 6]})
+    given = {"note": "it's mine", "kimi_eagle3": {"attention": False}}
+    _, report = command(drafter, "--additional-config", json.dumps(given))
+    flag = shlex.split(report["additional_config"])
+    assert json.loads(flag[1]) == {
+        "note": "it's mine",
+        "kimi_eagle3": {"attention": False, "aux_hidden_state_layers": [2, 4, 5]},
+    }
+    assert report["additional_config"] in report["findings"][1]["fix"]
+    code, repaired = command(drafter, *flag)
+    assert code == 0, repaired["findings"]
+    assert repaired["accepted"] == healthy(LLAMA.name, command, tmp_path)["accepted"]
+
+
+def test_a_copy_that_cannot_be_written(
+    command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*args: Any) -> str:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(run, "write_copy", full)
+    code, report = command(LLAMA, "--write", str(tmp_path / "copy"))
+    assert code == 2
+    assert ids(report) == ["diagnose-offline-copy"]
+    assert report["written"] == ""
+    assert report["readings"]
+
+
 # ------------------------------------------------------------------------------- what cannot be
+
+
+@pytest.mark.parametrize(
+    "written",
+    ["{", "[]", "{}", '{"texts": [3], "tokens": 1}', '{"texts": [], "tokens": "x"}',
+     '{"tokens": 4, "texts": [{"token_ids": [1, 99999], "prompt_tokens": 1, "file": "f", '
+     '"kind": "", "answer": ""}]}'],
+)  # fmt: skip
+def test_what_keep_has_not_written(written: str, command: Command, tmp_path: Path) -> None:
+    (tmp_path / "captured.json").write_text(written)
+    code, report = command(LLAMA, "--captured", str(tmp_path))
+    assert code == 2
+    assert ids(report) == ["diagnose-offline-no-score"]
+    assert "captured.json" in report["findings"][0]["fact"]
+
+
+@pytest.mark.parametrize("how", ["short", "gone", "other"])
+def test_hidden_states_that_cannot_be_read(
+    how: str, command: Command, captured: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "kept"
+    shutil.copytree(captured, folder)
+    file = folder / "text-0000.pt"
+    if how == "short":
+        file.write_bytes(file.read_bytes()[:1000])
+    elif how == "gone":
+        file.unlink()
+    else:
+        torch.save({2: torch.zeros(3, 96)}, file)
+    code, report = command(LLAMA, "--captured", str(folder))
+    assert code == 2
+    assert ids(report) == ["diagnose-offline-no-score"]
+    assert "text-0000.pt" in report["findings"][0]["fact"]
+
+
+@pytest.mark.parametrize("key", ["hidden_size", "num_hidden_layers", "vocab_size"])
+def test_a_target_whose_config_does_not_say_how_large_it_is(
+    key: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = json.loads((TARGET / "config.json").read_text())
+    config["text_config"][key] = "large"
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    code = cli.main(["diagnose", "--offline", str(tmp_path), *words(LLAMA)])
+    page = capsys.readouterr().out
+    in_text(code, page, "target-size")
+    assert f"text_config.{key}" in page
 
 
 def in_text(code: int, page: str, finding: str) -> None:
@@ -361,22 +503,97 @@ def test_aux_layers_that_contradict_each_other(command: Command, tmp_path: Path)
     code, report = command(drafter)
     assert code == 1
     assert report["refused"]
-    assert ids(report) == ["drafter-aux-contradiction"]
+    assert ids(report) == ["drafter-aux-contradiction", "diagnose-offline-aux-layers"]
     assert reading(report, "best")["aux_hidden_state_layers"] == [2, 4, 5]
 
 
-def test_a_target_that_does_not_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    """Here for want of a vLLM; its own error is in the finding."""
-    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[4]))
+def test_without_a_vllm(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     code = cli.main(["diagnose", "--offline", str(TARGET), *words(LLAMA), "--keep",
                      str(tmp_path / "kept")])  # fmt: skip
     said = capfd.readouterr()
     in_text(code, said.out, "diagnose-offline-engine")
-    assert "ModuleNotFoundError" in said.out
+    assert "no vLLM is installed" in said.out
+    assert "Traceback" not in said.err
+    assert not (tmp_path / "kept").exists()
+
+
+@pytest.fixture
+def fails_with(monkeypatch: pytest.MonkeyPatch) -> Callable[[dict[str, Any] | None, int], None]:
+    """The target's process ends with a code, and leaves what went wrong."""
+
+    def fails(error: dict[str, Any] | None, code: int = 1) -> None:
+        def capture(job: str, environ: dict[str, str]) -> int:
+            if error is not None:
+                (Path(job).parent / "error.json").write_text(json.dumps(error))
+            return code
+
+        monkeypatch.setattr(run, "run_capture", capture)
+        monkeypatch.setattr(run, "find_host", lambda: "a host")
+        monkeypatch.setattr(run, "facts_of", lambda host: facts_for("0.32.0"))
+
+    return fails
+
+
+PYDANTIC = """1 validation error for ModelConfig
+  Value error, The repository /models/kimi contains custom code [type=value_error, input_value=1]
+    For further information visit https://errors.pydantic.dev"""
+OF_A_FIELD = """1 validation error for CacheConfig
+block_size
+  Input should be 16 [type=literal_error, input_value=3, input_type=int]"""
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "fact", "fix"),
+    [
+        ({"type": "RuntimeError", "message": "Engine core failed\nsee above"}, 1,
+         "RuntimeError: Engine core failed", "see its log above"),
+        ({"type": "ValidationError", "message": PYDANTIC}, 1,
+         "Value error, The repository /models/kimi contains custom code", "see its log"),
+        ({"type": "ValidationError", "message": OF_A_FIELD}, 1,
+         "ValidationError: block_size: Input should be 16", "see its log"),
+        ({"type": "ValueError", "message": "set trust_remote_code=True"}, 1,
+         "set trust_remote_code", "add --trust-remote-code"),
+        ({"type": "CaptureError", "message": "none of 3 prompts fits", "fix": "give shorter"}, 1,
+         "none of 3 prompts fits", "give shorter"),
+        (None, 1, "ended with code 1", "see its log"),
+        (None, -9, "signal 9, which the system sends when memory runs out", "see its log"),
+    ],
+)  # fmt: skip
+def test_a_target_that_does_not_run(
+    error: dict[str, Any] | None,
+    code: int,
+    fact: str,
+    fix: str,
+    fails_with: Callable[..., None],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    fails_with(error, code)
+    code = cli.main(["diagnose", "--offline", str(TARGET), *words(LLAMA), "--json"])
+    said = capsys.readouterr()
+    (finding,) = json.loads(said.out)["findings"]
+    assert code == 2
+    assert finding["id"] == "diagnose-offline-engine"
+    assert fact in finding["fact"]
+    assert fix in finding["fix"]
     # What it would take was said before.
     assert "hidden states x 16,384 tokens x 96 x 2 bytes" in said.err
+
+
+def test_variables_in_front_of_the_command(
+    fails_with: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A command that is pasted as it stands in a script."""
+    fails_with(None)
+    given: dict[str, str] = {}
+
+    def capture(job: str, environ: dict[str, str]) -> int:
+        given.update(environ)
+        return 1
+
+    monkeypatch.setattr(run, "run_capture", capture)
+    cli.main(["diagnose", "--offline", "VLLM_MLA_DISABLE=1", "vllm", "serve", str(TARGET),
+              *words(LLAMA)])  # fmt: skip
+    assert given == {"VLLM_MLA_DISABLE": "1"}
 
 
 # -------------------------------------------------------------------------------------- options
@@ -399,6 +616,14 @@ def test_options_and_the_rest_is_vllms() -> None:
         (["M", "--budget", "1"], "256 to"),
         (["M", "--captured", "/nowhere"], "captured.json"),
         (["M", "--prompts", "/nowhere"], "/nowhere"),
+        (["M", "--url", "http://localhost:8000"], "--url is for a server that runs"),
+        (["M", "--drafter=D"], "the drafter of --speculative-config"),
+        (["M", "--device", "gpu"], "neither cpu nor a GPU"),
+        (["M", "--device", "meta"], "neither cpu nor a GPU"),
+        (["M", "--device", "cuda:99"], "leave it out"),
+        (["M", "--write", __file__], "it is a file"),
+        (["M", "--keep", __file__ + "/below"], "is a file"),
+        (["M", "--write", str(Path(__file__).parent)], "it is not empty"),
     ],
 )
 def test_wrong_options(given_words: list[str], said: str) -> None:
@@ -418,12 +643,44 @@ def test_wrong_options(given_words: list[str], said: str) -> None:
              '{"method": "eagle3", "model": "D", "num_speculative_tokens": 0}'],
             "num_speculative_tokens",
         ),
+        (
+            ["M", "--speculative-config",
+             '{"method": "eagle3", "model": "D", "num_speculative_tokens": true}'],
+            "num_speculative_tokens",
+        ),
     ],
 )  # fmt: skip
 def test_wrong_commands(line: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
     code = cli.main(["diagnose", "--offline", "--json", *line])
     assert code == cli.EXIT_USAGE
     assert said in capsys.readouterr().err
+
+
+def test_prompts_of_a_pipe_are_read_once(tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    writer = threading.Thread(target=lambda: pipe.write_text("a prompt\n"))
+    writer.start()
+    options = run.options_of(["M", "--prompts", str(pipe)])
+    writer.join()
+    assert [prompt.text for prompt in options.own_prompts] == ["a prompt"]
+
+
+@pytest.mark.parametrize("given_length", ["-1", "auto"])
+def test_a_length_that_is_left_to_vllm(
+    given_length: str, fails_with: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fails_with(None)
+    jobs: list[dict[str, Any]] = []
+
+    def capture(job: str, environ: dict[str, str]) -> int:
+        jobs.append(json.loads(Path(job).read_text()))
+        return 1
+
+    monkeypatch.setattr(run, "run_capture", capture)
+    cli.main(["diagnose", "--offline", str(TARGET), *words(LLAMA), "--max-model-len",
+              given_length])  # fmt: skip
+    assert jobs[0]["max_model_len"] > 0
 
 
 def test_usage(capsys: pytest.CaptureFixture[str]) -> None:
