@@ -104,6 +104,12 @@ class Job:
         return longest if self.max_model_len is None else min(longest, self.max_model_len)
 
     @property
+    def places(self) -> int:
+        """Tokens of all answers, at most."""
+        answers = (len(self.prompts) + len(self.long)) * (self.tokens + self.behind)
+        return min(answers, self.budget)
+
+    @property
     def _are_ids(self) -> list[bool]:
         return [bool(prompt.get("token_ids")) for prompt in self.prompts]
 

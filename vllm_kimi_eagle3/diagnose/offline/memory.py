@@ -23,9 +23,12 @@ _FLOAT32 = 4
 _COPIES = 4
 # Rows of the head that are converted to float32 at a time (score.py).
 _HEAD_ROWS = 16_384
-# Square matrices of the hidden size that looking at the head keeps: the correction, its gradient,
-# and what L-BFGS remembers (refit.py).
-_MATRICES = 12
+# Looking at the head (refit.py): square matrices of the hidden size (the correction, its gradient,
+# and what L-BFGS remembers), copies of what the head reads at each place, rows of the head that a
+# place brings in and copies of them, and places of which there are logits at a time, with their
+# copies on the way back.
+_MATRICES, _INPUTS, _ROWS, _ROW_COPIES = 12, 5, 5, 2
+_FIT_PLACES, _LOGITS = 256, 8
 
 
 @dataclass(frozen=True)
@@ -40,6 +43,7 @@ class Memory:
         element_bytes: of a number of a hidden state.
         drafter_bytes: of the drafter's weights, as they are computed with.
         wide: the widest that a token becomes in the drafter, in float32 numbers.
+        fit_bytes: of looking at the head, beside the weights.
     """
 
     states: int
@@ -49,6 +53,7 @@ class Memory:
     element_bytes: int
     drafter_bytes: int
     wide: int
+    fit_bytes: int = 0
 
     @property
     def token_bytes(self) -> int:
@@ -68,7 +73,8 @@ class Memory:
     @property
     def scoring(self) -> int:
         """Bytes on the device that scores, once the target is gone."""
-        return self.drafter_bytes + _COPIES * self.longest * self.wide * _FLOAT32
+        text = _COPIES * self.longest * self.wide * _FLOAT32
+        return self.drafter_bytes + text + self.fit_bytes
 
     def statement(self, folder: Path) -> str:
         """In words, with the sum that it follows from."""
@@ -131,6 +137,20 @@ def drafter_memory(
     joined = max(e.aux_count, 1) * e.target_hidden_size
     fit = _MATRICES * e.hidden_size**2 * _FLOAT32
     return layers + rows + fit, max(joined, heads, 2 * e.intermediate_size)
+
+
+def fit_memory(expected: Expected, head: TensorInfo | None, places: int) -> int:
+    """Bytes of looking at the head, beside the weights (refit.py).
+
+    Args:
+        head: the larger one of the heads that are tried; None if there is none.
+        places: at which a draft begins, at most.
+    """
+    if head is None:
+        return 0
+    rows = min(head.shape[0], _ROWS * places)
+    numbers = (_INPUTS * places + _ROW_COPIES * rows) * expected.hidden_size
+    return (numbers + _LOGITS * _FIT_PLACES * rows) * _FLOAT32
 
 
 def _width(info: TensorInfo) -> int:

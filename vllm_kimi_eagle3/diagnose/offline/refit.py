@@ -32,6 +32,8 @@ _EXPECTED = 0.22
 _RIVALS = 4
 _STEPS, _HISTORY = 60, 4
 _HEAD_ROWS = 16_384
+# Places of which there are logits at a time.
+_PLACES = 256
 
 # Of the interval that must not reach down to nothing.
 _LEVEL = 0.999
@@ -104,6 +106,10 @@ def refit(drafter: Drafter, reading: Reading, texts: Sequence[Text], k: int) -> 
 
 def _nearest(head: Tensor, inputs: Tensor) -> Tensor:
     """The rows of the head with the highest scores at each place, ``[places, _RIVALS]``."""
+    return torch.cat([_nearest_of(head, part) for part in inputs.split(_PLACES)])
+
+
+def _nearest_of(head: Tensor, inputs: Tensor) -> Tensor:
     parts = []
     for begin in range(0, len(head), _HEAD_ROWS):
         scores = inputs @ head[begin : begin + _HEAD_ROWS].float().t()
@@ -123,10 +129,9 @@ def _fitted(head: Tensor, given: Sequence[tuple[Tensor, Tensor]], rows: dict[int
     wanted = torch.tensor([rows[right[place]] for place in known], device=inputs.device)
     # Not the whole head: the right rows and those that come near them.
     used = torch.unique(torch.cat([wanted, _nearest(head, inputs).flatten()]))
-    weights = head[used].float()
     labels = torch.searchsorted(used, wanted)
     size = inputs.square().mean().sqrt()
-    inputs, weights = inputs / size, weights * size
+    inputs, weights = inputs.div_(size), head[used].float().mul_(size)
     count, width = inputs.shape
     penalty = width / (2 * count * _EXPECTED**2)
     correction = torch.zeros(width, width, device=inputs.device, requires_grad=True)
@@ -136,10 +141,15 @@ def _fitted(head: Tensor, given: Sequence[tuple[Tensor, Tensor]], rows: dict[int
 
     def loss() -> Tensor:
         optimizer.zero_grad()
-        logits = (inputs + inputs @ correction) @ weights.t()
-        value = functional.cross_entropy(logits, labels) + penalty * correction.square().sum()
-        value.backward()
-        return value
+        whole = penalty * correction.square().sum()
+        whole.backward()
+        # In parts, since the logits are wide.
+        for read, right in zip(inputs.split(_PLACES), labels.split(_PLACES), strict=True):
+            logits = (read + read @ correction) @ weights.t()
+            value = functional.cross_entropy(logits, right, reduction="sum") / count
+            value.backward()
+            whole = whole + value.detach()
+        return whole.detach()
 
     with torch.enable_grad():
         optimizer.step(loss)

@@ -39,7 +39,7 @@ from vllm_kimi_eagle3.host import find_host
 from . import setting
 from .capture import ERROR, RESULT, Job
 from .hypotheses import Reading, described, layers_needed, one_change
-from .memory import Memory, drafter_memory
+from .memory import Memory, drafter_memory, fit_memory
 from .process import run_capture, told_to_end
 from .report import MIN_WINDOWS, Gain, Report, Row, gain
 from .subject import Subject, read_subject
@@ -336,6 +336,7 @@ class _Work:
             element_bytes=_element_bytes(self.asked.command),
             drafter_bytes=layers,
             wide=width,
+            fit_bytes=fit_memory(subject.expected, subject.largest_head, job.places),
         )
 
     def _job(self, subject: Subject, folder: Path) -> Job:
@@ -436,7 +437,14 @@ class _Work:
         ]
         texts = [text for text in texts if len(text.places(k)) > 0]
         answers = [text["answer"] for text in captured["texts"]]
-        device = device_for(self.memory.scoring, self.options.device or None)
+        # Kept texts may be longer, or more, than this command's own would be.
+        longest = max((len(text.token_ids) for text in texts), default=0)
+        places = sum(len(text.places(k)) for text in texts)
+        head = subject.largest_head
+        memory = replace(
+            self.memory, longest=longest, fit_bytes=fit_memory(subject.expected, head, places)
+        )
+        device = device_for(memory.scoring, self.options.device or None)
         self._describe(captured, texts, str(device))
         if not self._enough(texts):
             return

@@ -170,6 +170,22 @@ def rotate(vectors: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tens
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
 
 
+def causal_attention(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+    """Attention of each token to itself and those before it, by head, ``[T, N, D]`` each; the
+    values may be of another width.
+
+    Torch computes it without a matrix of all pairs of tokens only where all are of one width, so
+    the narrower ones get zeros, which change nothing.
+    """
+    width, wide = value.shape[-1], max(query.shape[-1], value.shape[-1])
+    padded = [
+        functional.pad(part, (0, wide - part.shape[-1])).transpose(0, 1)[None]
+        for part in (query, key, value)
+    ]
+    attended = functional.scaled_dot_product_attention(*padded, is_causal=True, scale=scale)
+    return attended[0].transpose(0, 1)[..., :width]
+
+
 def best_rows(head: Tensor, normed: Tensor) -> Tensor:
     """The row of a head with the highest score at each place, the first of equal ones."""
     best = torch.full((len(normed),), float("-inf"), device=normed.device)
@@ -424,13 +440,7 @@ class Drafter:
             fed, stream = self._entered(reading, index, stream, embeddings)
             query, key, value = self._projected(reading, index, fed, positions, rotations)
             caches.append(_Cache(key, value))
-            attended = functional.scaled_dot_product_attention(
-                query.transpose(0, 1)[None],
-                key.transpose(0, 1)[None],
-                value.transpose(0, 1)[None],
-                is_causal=True,
-                scale=self._scale(reading.rope),
-            )[0].transpose(0, 1)
+            attended = causal_attention(query, key, value, self._scale(reading.rope))
             stream = self._left(index, attended, stream)
         return stream[places.start :], caches
 

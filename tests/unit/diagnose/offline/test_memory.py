@@ -4,7 +4,10 @@
 from __future__ import annotations
 
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +16,7 @@ import torch
 
 from tests.assets import variants
 from vllm_kimi_eagle3.diagnose.offline import memory
-from vllm_kimi_eagle3.diagnose.offline.memory import GIB, Memory, drafter_memory
+from vllm_kimi_eagle3.diagnose.offline.memory import GIB, Memory, drafter_memory, fit_memory
 from vllm_kimi_eagle3.diagnose.offline.score import Drafter
 from vllm_kimi_eagle3.diagnose.offline.subject import Subject
 
@@ -80,3 +83,29 @@ def test_the_drafters_weights_are_within_it(
     assert took <= expected <= took + width * 4 * (2 * subject.expected.vocab_size + 12 * width)
     assert wide >= 3 * subject.shape.hidden_size
     assert all(t.dtype == torch.float32 for t in drafter._weights.values())
+
+
+def test_looking_at_the_head_is_within_it(subject_of: Callable[[str], Subject]) -> None:
+    """What the fit holds at its most, against what is said of it beforehand."""
+    subject = subject_of(variants.LLAMA_DRAFTER.name)
+    width, places, rows = subject.expected.hidden_size, 4000, 30_000
+    code = f"""
+import resource, torch
+torch.manual_seed(0)
+from vllm_kimi_eagle3.diagnose.offline import refit
+head = torch.randn({rows}, {width}).bfloat16()
+given = [(torch.randn({places}, {width}), torch.randint(0, {rows}, ({places},)))]
+known = {{token: token for token in range({rows})}}
+refit._fitted(head[:64], [(given[0][0][:8], given[0][1][:8] % 64)], known)
+refit._STEPS = 2
+torch.set_num_threads(1)
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+refit._fitted(head, given, known)
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+"""
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    took = 1024 * int(found.stdout)
+    assert subject.largest_head is not None
+    head = replace(subject.largest_head, shape=(rows, width))
+    said = fit_memory(subject.expected, head, places)
+    assert took < said < places * rows * 4

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -21,6 +23,7 @@ from vllm_kimi_eagle3.diagnose.offline.score import (
     Drafter,
     Score,
     Text,
+    causal_attention,
     inverse_frequencies,
     walk,
 )
@@ -196,3 +199,29 @@ def test_readings_differ_by_what_is_computed() -> None:
     first, second = (replace(plain, rope=Rope(5e4, "yarn", s)) for s in (yarn, said))
     assert first.key == second.key
     assert plain.changed(first) == ("rope",)
+
+
+@pytest.mark.parametrize("widths", [(6, 6), (6, 4), (4, 6)])
+def test_attention_of_every_width(widths: tuple[int, int]) -> None:
+    torch.manual_seed(0)
+    query, key = torch.randn(2, 7, 3, widths[0]).unbind()
+    value = torch.randn(7, 3, widths[1])
+    scores = torch.einsum("qnd,knd->nqk", query, key) * 0.3
+    scores = scores.masked_fill(torch.ones(7, 7).triu(1).bool(), float("-inf"))
+    expected = torch.einsum("nqk,knd->qnd", scores.softmax(-1), value)
+    assert torch.allclose(causal_attention(query, key, value, 0.3), expected, atol=1e-5)
+
+
+def test_attention_of_a_long_text_takes_no_matrix_of_all_pairs() -> None:
+    """MLA's keys are wider than its values. Sixteen heads of 4,000 tokens have 1 GiB of pairs."""
+    code = """
+import resource, torch
+from vllm_kimi_eagle3.diagnose.offline.score import causal_attention
+query, key, value = torch.randn(4000, 16, 48), torch.randn(4000, 16, 48), torch.randn(4000, 16, 32)
+causal_attention(query[:64], key[:64], value[:64], 1.0)
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+causal_attention(query, key, value, 1.0)
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+"""
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert int(found.stdout) < 256 * 1024  # KiB
