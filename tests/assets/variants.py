@@ -14,6 +14,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import re
 import shutil
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
@@ -124,6 +125,61 @@ def edit_drafter(
     if loaded:
         _save(tensors(loaded) if tensors else loaded, destination, shards)
     return destination
+
+
+def write_quantised_target(destination: Path, *, spelled_out: bool = False) -> Path:
+    """Writes the Kimi-K2.5 target with int8 weights (compressed-tensors, a scale for each row, int8
+    activations with a scale for each token) in its output projections and dense and shared MLPs.
+
+    Args:
+        spelled_out: with what these weights stand for instead, for the reference.
+    """
+
+    def quantised(tensors: Tensors) -> Tensors:
+        found: Tensors = {}
+        for name, tensor in tensors.items():
+            if _QUANTISED.search(name) is None:
+                found[name] = tensor
+                continue
+            scale = tensor.float().abs().amax(dim=-1, keepdim=True) / 127
+            whole = (tensor.float() / scale).round()
+            if spelled_out:
+                found[name] = (whole * scale).float()
+            else:
+                found[name] = whole.to(torch.int8)
+                found[name.replace(".weight", ".weight_scale")] = scale.float()
+        return found
+
+    def config(values: dict[str, Any]) -> dict[str, Any]:
+        scheme = {"num_bits": 8, "type": "int", "symmetric": True}
+        group = {
+            "targets": ["Linear"],
+            "weights": {**scheme, "strategy": "channel", "dynamic": False},
+            "input_activations": {**scheme, "strategy": "token", "dynamic": True},
+        }
+        stated = {
+            "quant_method": "compressed-tensors",
+            "format": "int-quantized",
+            "quantization_status": "compressed",
+            "config_groups": {"group_0": group},
+            "ignore": [
+                "re:.*lm_head",
+                r"re:.*self_attn\.(?!o_proj).*",
+                r"re:.*mlp\.gate$",
+                r"re:.*mlp\.experts.*",
+                "re:.*vision_tower.*",
+                "re:.*mm_projector.*",
+            ],
+        }
+        text = {**values["text_config"], "quantization_config": stated}
+        return values if spelled_out else {**values, "text_config": text}
+
+    return edit_drafter(KIMI_K25_TARGET, destination, config, tensors=quantised)
+
+
+_QUANTISED = re.compile(
+    r"language_model\..*(o_proj|mlp\.(gate|up|down)_proj|shared_experts\.\w+_proj)\.weight$"
+)
 
 
 def copy_drafter(

@@ -254,14 +254,20 @@ SCENARIOS = {
         rarely=("0.32.0",),
     ),
     "diagnose --offline: tensor parallel": Scenario(
-        "the same hidden states from two ranks, the final one among them",
+        "the same hidden states from two ranks, and the same table",
         {
             ("0.15.1", "0.16.0", "0.17.1", "0.20.2", "0.22.1", "0.32.0"): "an engine of two ranks "
             "takes minutes; shown on 0.26.0"
         },
     ),
+    "diagnose --offline: quantised target": Scenario(
+        "hidden states of a target with int8 weights (compressed-tensors) are those that its "
+        "kernels make, and a mistake is named on them",
+        {("0.15.1", "0.16.0", "0.20.2", "0.22.1", "0.26.0"): "shown on 0.17.1 and 0.32.0"},
+        rarely=("0.32.0",),
+    ),
     "diagnose --offline: V2 runner": Scenario(
-        "the same hidden states from the V2 runner",
+        "the same hidden states from the V2 runner, the final one among them",
         {(*BACKPORT, "0.20.2", "0.22.1", "0.26.0"): "Kimi runs on V1 there unless one asks"},
     ),
     "facts": Scenario(

@@ -39,9 +39,9 @@ if os.environ.get("TRITON_CPU_STAND_IN") == "1":
 """
 
 
-def command(drafter: Path, *more: str, k: int = 3) -> list[str]:
+def command(drafter: Path, *more: str, k: int = 3, target: Path = TARGET) -> list[str]:
     value = {"method": "eagle3", "model": str(drafter), "num_speculative_tokens": k}
-    return ["diagnose", "--offline", str(TARGET), "--speculative-config", json.dumps(value),
+    return ["diagnose", "--offline", str(target), "--speculative-config", json.dumps(value),
             "--dtype", "float32", "--max-model-len", "512", "--max-num-seqs", "16",
             "--trust-remote-code", "--seed", "0", "--json", *more]  # fmt: skip
 
@@ -87,7 +87,7 @@ def prompt_file(session_folder: Path, prompts: list[list[int]]) -> Path:
 
 def capture(
     ask: Ask, folder: Path, prompt_file: Path, monkeypatch: pytest.MonkeyPatch, cache: Path,
-    *more: str, drafter: Path = LLAMA_DRAFTER, **env: str,
+    *more: str, drafter: Path = LLAMA_DRAFTER, pair_target: Path = TARGET, **env: str,
 ) -> tuple[int, dict[str, Any]]:  # fmt: skip
     """Runs the whole command, with a target of this host."""
     ranks = 2 if "--tensor-parallel-size" in more else 1
@@ -96,7 +96,7 @@ def capture(
         for name, value in environment.items():
             patch.setenv(name, value)
         given = ["--prompts", str(prompt_file), "--tokens", "96", "--keep", str(folder)]
-        return ask(*command(drafter, *given, *more))
+        return ask(*command(drafter, *given, *more, target=pair_target))
 
 
 def kept_by(folder: Path) -> list[dict[str, Any]]:
@@ -287,28 +287,60 @@ def test_a_limit_of_length(ask: Ask, kept: Path) -> None:
     assert 'take "max_model_len" out' in finding["fix"]
 
 
+@scenario("diagnose --offline: quantised target")
+def test_a_quantised_target(
+    ask: Ask, prompt_file: Path, cache: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Its hidden states are those that its kernels make: near those of the weights that it stands
+    for, and far from those of another layer. A mistake is named as on the target itself."""
+    pair_target = variants.write_quantised_target(tmp_path / "target")
+    kept = tmp_path / "kept"
+    code, report = capture(
+        ask, kept, prompt_file, monkeypatch, cache, "--budget", "4000", pair_target=pair_target
+    )
+    assert code == 0, report
+    spelled_out = load_target(variants.write_quantised_target(tmp_path / "same", spelled_out=True))
+    for text in kept_by(kept)[:4]:
+        states = torch.load(kept / text["file"], weights_only=True)
+        with torch.no_grad():
+            out = spelled_out(torch.tensor(text["token_ids"]), None, tuple(range(9)))
+        streams = out.aux_hidden_states.chunk(9, dim=-1)
+        for index, state in states.items():
+            off = [float((state - s).norm() / s.norm()) for s in streams]
+            assert off[index] < 0.1
+            assert min(off[:index] + off[index + 1 :]) > 2 * off[index]
+    drafter = variants.edit_drafter(LLAMA_DRAFTER, tmp_path / "broken", ONE_HIGHER)
+    code, report = ask(*command(drafter, "--captured", str(kept), target=pair_target))
+    assert code == 1
+    assert AUX in {finding["id"] for finding in report["findings"]}
+    assert json.loads(shlex.split(report["additional_config"])[1]) == {
+        "kimi_eagle3": {"aux_hidden_state_layers": [2, 4, 5]}
+    }
+
+
 @scenario("diagnose --offline: tensor parallel")
 def test_tensor_parallel(
     ask: Ask,
+    first_texts: Path,
     prompt_file: Path,
     cache: Path,
     monkeypatch: pytest.MonkeyPatch,
     expected: dict[str, Any],
     tmp_path: Path,
 ) -> None:
-    """And a drafter that reads the final hidden state."""
-    drafter = variants.write_variant("llama-no-aux", tmp_path / "no-aux")
+    """Two ranks: the hidden states are the reference's, and the table is that of one rank."""
     ranks = ["--tensor-parallel-size", "2", "--budget", "1400"]
-    _, report = capture(
-        ask, tmp_path / "kept", prompt_file, monkeypatch, cache, *ranks, drafter=drafter
-    )
-    assert "drafts" in report, report
+    code, report = capture(ask, tmp_path / "kept", prompt_file, monkeypatch, cache, *ranks)
+    assert code == 0, report
     assert_the_references_states(tmp_path / "kept", expected)
-    row = variants.expected_variant("llama-no-aux")
     assert len(kept_by(tmp_path / "kept")) == len(expected["output_token_ids"])
-    now = next(r for r in report["readings"] if r["now"])
-    assert now["drafts"] == row["num_drafts"]
-    assert now["accepted"] == row["num_accepted_tokens_per_pos"]
+    _, of_one = ask(*command(LLAMA_DRAFTER, "--captured", str(first_texts)))
+    assert table(report) == table(of_one)
+
+
+def table(report: dict[str, Any]) -> list[tuple[str, int, list[int]]]:
+    """Every reading with its counts."""
+    return [(row["reading"], row["drafts"], row["accepted"]) for row in report["readings"]]
 
 
 @scenario("diagnose --offline: V2 runner")
@@ -320,14 +352,18 @@ def test_the_v2_runner(
     expected: dict[str, Any],
     tmp_path: Path,
 ) -> None:
+    """And a drafter that reads the final hidden state."""
+    drafter = variants.write_variant("llama-no-aux", tmp_path / "no-aux")
     (tmp_path / "sitecustomize.py").write_text(STAND_IN)
     path = [str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])]
     env = {**harness.V2_RUNNER, "PYTHONPATH": os.pathsep.join(path)}
-    code, report = capture(
-        ask, tmp_path / "kept", prompt_file, monkeypatch, cache, "--budget", "1400", **env
+    budget = ["--budget", "1400"]
+    _, report = capture(
+        ask, tmp_path / "kept", prompt_file, monkeypatch, cache, *budget, drafter=drafter, **env
     )
-    assert code == 0, report
-    assert report["runner"] == "V2"
+    assert report["runner"] == "V2", report
     assert_the_references_states(tmp_path / "kept", expected)
-    counts = expected_counts(LLAMA_DRAFTER)
-    assert report["drafts"] == counts["num_drafts"]
+    row = variants.expected_variant("llama-no-aux")
+    now = next(r for r in report["readings"] if r["now"])
+    assert now["drafts"] == row["num_drafts"]
+    assert now["accepted"] == row["num_accepted_tokens_per_pos"]

@@ -432,6 +432,7 @@ def run(job: Job) -> dict[str, Any]:
     return {
         "vllm": vllm.__version__,
         "runner": runners[0],
+        "target": job.model,
         "texts": texts,
         "left_out": len(prompts) - len(taken),
         "tokens": sum(len(text["token_ids"]) for text in texts),

@@ -402,7 +402,10 @@ class _Work:
         job = self._job(subject, folder)
         file = folder / "job.json"
         job.write(file)
-        code = run_capture(str(file), self.asked.command.environ)
+        try:
+            code = run_capture(str(file), self.asked.command.environ)
+        finally:
+            file.unlink(missing_ok=True)  # A flag may hold a key of the user's.
         if code == 0 and (folder / RESULT).is_file():
             return True
         self.found.append(_engine_failed(folder, code))
@@ -498,6 +501,8 @@ class _Work:
             f"{captured['tokens']:,} tokens with their prompts, of which drafts begin at "
             f"{answered:,}; scored in float32 on {device}"
         )
+        if (kept_of := captured.get("target", self.asked.target)) != self.asked.target:
+            how += f"; kept of {kept_of}"
         if captured.get("left_out"):
             how += f"; {captured['left_out']} prompts did not fit"
         self.so_far = replace(

@@ -579,6 +579,25 @@ def test_a_target_that_does_not_run(
     assert "hidden states x 16,384 tokens x 96 x 2 bytes" in said.err
 
 
+def test_no_key_of_the_user_stays_in_a_file(
+    fails_with: Callable[..., None], tmp_path: Path
+) -> None:
+    fails_with(None)
+    cli.main(["diagnose", "--offline", str(TARGET), *words(LLAMA), "--hf-token", "hf_secret",
+              "--keep", str(tmp_path / "kept")])  # fmt: skip
+    assert not [f for f in (tmp_path / "kept").iterdir() if "hf_secret" in f.read_text()]
+
+
+def test_whose_hidden_states_were_kept(command: Command, captured: Path, tmp_path: Path) -> None:
+    """A sister target's have the same shape."""
+    found = json.loads((captured / "captured.json").read_text())
+    (tmp_path / "captured.json").write_text(json.dumps({**found, "target": "moonshotai/K"}))
+    for text in found["texts"]:
+        (tmp_path / text["file"]).symlink_to(captured / text["file"])
+    _, report = command(LLAMA, "--captured", str(tmp_path))
+    assert report["how"].endswith("kept of moonshotai/K")
+
+
 def test_variables_in_front_of_the_command(
     fails_with: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
