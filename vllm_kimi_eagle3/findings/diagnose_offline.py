@@ -126,8 +126,8 @@ request stops drafting there, alone; without the plugin the V1 runner stops for 
         "The drafter cannot be scored",
         """\
 Scoring computes the drafter in plain torch, and this one has something that it does not compute: \
-quantised weights, a rope that no Kimi drafter has, weights that are missing or not on this \
-machine, or another target than Kimi.""",
+quantised weights, all drafts in one pass, a window of attention, a rope that no Kimi drafter has, \
+weights that are missing or not on this machine, or another target than Kimi.""",
         undecided=True,
     ),
     Kind(

@@ -475,6 +475,8 @@ def main(path: str) -> int:
         said = {"type": type(error).__name__, "message": str(error)[:2000]}
         if isinstance(error, CaptureError):
             said["fix"] = error.fix
+        elif isinstance(error, ValueError):  # What vLLM says of its input, pydantic's among it.
+            print(f"{type(error).__name__}: {error}", file=sys.stderr)
         else:
             traceback.print_exc()
         (folder / ERROR).write_text(json.dumps(said), encoding="utf-8")

@@ -307,6 +307,16 @@ class _Work:
         command, speculative = asked.command, asked.speculative
         revision, limit = speculative.get("revision"), speculative.get("max_model_len")
 
+        if speculative.get("parallel_drafting") is True:
+            raise CheckpointError(
+                "diagnose-offline-no-score",
+                'the drafter is to draft all tokens in one pass ("parallel_drafting" in '
+                "--speculative-config), which is not computed here",
+                "measure the server with `diagnose --url`",
+                key='"parallel_drafting"',
+                value=True,
+            )
+
         def longest(text: Mapping[str, Any]) -> int | None:
             given = command.integer("max-model-len")
             # -1 and auto stand for as many as there is memory for.
@@ -400,6 +410,9 @@ class _Work:
         for old in (RESULT, ERROR):
             (folder / old).unlink(missing_ok=True)
         job = self._job(subject, folder)
+        if (problem := _no_answer_fits(job)) is not None:
+            self.found.append(problem)
+            return False
         file = folder / "job.json"
         job.write(file)
         try:
@@ -729,6 +742,22 @@ def _element_bytes(command: Command) -> int:
     """Bytes of a number of a hidden state: four where float32 is asked for, else two."""
     asked = command.text("dtype") or "auto"
     return 4 if asked in ("float32", "float") else 2
+
+
+def _no_answer_fits(job: Job) -> Finding | None:
+    """Why no prompt can be answered, whatever its length, before anything is loaded."""
+    needed = 1 + job.tokens + job.behind  # And a token that comes behind the text.
+    if needed + 1 <= job.longest and needed <= job.budget:
+        return None
+    option, most = "--budget", job.budget
+    if job.max_model_len is not None and job.max_model_len <= job.budget:
+        option, most = "--max-model-len", job.max_model_len
+    return Finding(
+        "diagnose-too-few-drafts",
+        f"a prompt and an answer of {job.tokens} tokens do not fit {most} tokens ({option})",
+        f"write --tokens with fewer, or raise {option}",
+        Evidence(key=option, value=str(most)),
+    )
 
 
 def read_result(folder: Path, vocab_size: int) -> Mapping[str, Any]:

@@ -302,6 +302,8 @@ def _check_scorable(
         why = f"the drafter is quantised ({drafter.quantization})"
     elif drafter.rope.kind not in SCORED_ROPES:
         why = f"the drafter has {drafter.rope.kind} rope scaling"
+    elif _slides(config):
+        why = "the drafter's attention sees a window of the text (layer_types)"
     elif partial not in (None, 1, 1.0):
         why = f"the drafter rotates a part of its channels (partial_rotary_factor {partial})"
     else:
@@ -315,6 +317,11 @@ def _check_scorable(
             "give the drafter as it was before, or measure the server with `diagnose --url`",
             file="config.json",
         )
+
+
+def _slides(config: Mapping[str, Any]) -> bool:
+    kinds = flat(config).get("layer_types")
+    return isinstance(kinds, list) and "sliding_attention" in kinds
 
 
 def _target_tensors(folder: Path) -> dict[str, TensorInfo]:

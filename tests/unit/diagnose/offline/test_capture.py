@@ -13,8 +13,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from vllm_kimi_eagle3.diagnose.offline import capture
 from vllm_kimi_eagle3.diagnose.offline.capture import (
     ERROR,
+    CaptureError,
     Job,
     Recorder,
     decoder_of,
@@ -249,6 +251,31 @@ def test_what_went_wrong_is_written_down(
     one.write(tmp_path / "job.json")
     assert main(str(tmp_path / "job.json")) == 1
     assert json.loads((tmp_path / ERROR).read_text())["type"] == "ModuleNotFoundError"
+
+
+@pytest.mark.parametrize(
+    ("error", "traced"),
+    [
+        (ValueError("Unknown quantization method: fp8x"), False),
+        (CaptureError("none fits", "give shorter ones"), False),
+        (RuntimeError("a defect"), True),
+    ],
+)
+def test_bad_input_is_no_traceback(
+    error: Exception,
+    traced: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def fails(one: Job) -> None:
+        raise error
+
+    monkeypatch.setattr(capture, "run", fails)
+    job(folder=str(tmp_path)).write(tmp_path / "job.json")
+    assert main(str(tmp_path / "job.json")) == 1
+    assert ("Traceback" in capsys.readouterr().err) is traced
+    assert json.loads((tmp_path / ERROR).read_text())["message"] == str(error)
 
 
 def test_workers_import_the_standard_library_only() -> None:

@@ -477,6 +477,10 @@ def test_a_target_that_is_no_kimi(
             {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}},
             "diagnose-offline-no-score",
         ),
+        (
+            {"layer_types": ["sliding_attention"], "sliding_window": 64},
+            "diagnose-offline-no-score",
+        ),
         ({"hidden_size": 128}, "drafter-other-target"),
         ({"norm_output": "yes"}, "drafter-config-value"),
     ],
@@ -487,6 +491,19 @@ def test_a_drafter_that_cannot_be_scored(
     drafter = edit_drafter(LLAMA, tmp_path / "drafter", config)
     code = cli.main(["diagnose", "--offline", str(TARGET), *words(drafter)])
     in_text(code, capsys.readouterr().out, finding)
+
+
+def test_a_drafter_that_drafts_in_parallel(
+    captured: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It has no second step to be scored."""
+    value = {"method": "eagle3", "model": str(LLAMA), "num_speculative_tokens": 3}
+    spec = json.dumps({**value, "parallel_drafting": True})
+    code = cli.main(["diagnose", "--offline", str(TARGET), "--speculative-config", spec,
+                     "--captured", str(captured)])  # fmt: skip
+    page = capsys.readouterr().out
+    in_text(code, page, "diagnose-offline-no-score")
+    assert '"parallel_drafting"' in page
 
 
 def test_weights_that_are_missing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -577,6 +594,27 @@ def test_a_target_that_does_not_run(
     assert fix in finding["fix"]
     # What it would take was said before.
     assert "hidden states x 16,384 tokens x 96 x 2 bytes" in said.err
+
+
+@pytest.mark.parametrize(
+    ("more", "option"),
+    [(["--max-model-len", "130"], "--max-model-len"),
+     (["--tokens", "300", "--budget", "256"], "--budget")],
+)  # fmt: skip
+def test_no_answer_can_fit(
+    more: list[str],
+    option: str,
+    fails_with: Callable[..., None],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """That is said before a load of half an hour, not after it."""
+    fails_with(None)
+    monkeypatch.setattr(run, "run_capture", lambda *args: pytest.fail("it was loaded"))
+    code = cli.main(["diagnose", "--offline", str(TARGET), *words(LLAMA), *more])
+    page = capsys.readouterr().out
+    in_text(code, page, "diagnose-too-few-drafts")
+    assert f"raise {option}" in page
 
 
 def test_no_key_of_the_user_stays_in_a_file(
