@@ -216,7 +216,7 @@ REVISIONS = [None, "main", "v1", "refs/pr/1", "c1", "c2", "c3", "..", "", "snaps
     st.sampled_from(REVISIONS),
     st.sampled_from(["owner/name", "name", "other/name"]),
 )
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_a_snapshot_is_found_as_the_library_finds_it(
     tmp_path_factory: pytest.TempPathFactory,
     snapshots: list[tuple[str, str | None, list[str]]],
@@ -276,7 +276,6 @@ def test_an_error_has_a_finding() -> None:
     assert str(CheckpointError("files-unreadable", "it is broken")) == "it is broken"
 
 
-@settings(deadline=None)
 @given(st.text(alphabet=st.characters()) | st.text(alphabet="\ud800\x1b\n", min_size=1500))
 def test_what_is_plain_can_be_printed(text: str) -> None:
     shown = plain(text)

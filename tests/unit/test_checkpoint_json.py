@@ -42,7 +42,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @given(st.dictionaries(st.text(max_size=8), JSON), st.integers(0, 3) | st.none(), st.booleans())
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=120)
 def test_members_are_those_that_json_reads(
     path: Path, value: dict[str, Any], indent: int | None, ascii_only: bool
 ) -> None:
@@ -53,7 +53,7 @@ def test_members_are_those_that_json_reads(
 
 
 @given(st.text(alphabet='{}[]",:0123456789.eE+-tfnulasr \n\t\\', max_size=40).map(str.encode))
-@settings(max_examples=700, deadline=None)
+@settings(max_examples=700)
 def test_any_text_is_read_as_json_reads_it(path: Path, content: bytes) -> None:
     def strict(name: str) -> None:
         raise ValueError(name)
@@ -71,7 +71,7 @@ def test_any_text_is_read_as_json_reads_it(path: Path, content: bytes) -> None:
 
 
 @given(st.dictionaries(st.text(max_size=8), JSON, min_size=1), st.integers(300, 400))
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=120)
 def test_windows_do_not_show(path: Path, value: dict[str, Any], window: int) -> None:
     content = json.dumps(value, indent=1, ensure_ascii=False).encode("utf-8", "replace")
     with pytest.MonkeyPatch.context() as patch:
@@ -139,7 +139,6 @@ def test_a_file_that_became_shorter(path: Path) -> None:
 
 
 @given(JSON)
-@settings(deadline=None)
 def test_a_whole_file_is_read_as_json_reads_it(value: Any) -> None:
     content = json.dumps(value).encode()
     if isinstance(value, dict):

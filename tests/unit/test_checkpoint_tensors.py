@@ -107,7 +107,7 @@ def library_opens(content: bytes) -> bool:
     ),
     st.none() | st.dictionaries(st.text(max_size=5), st.text(max_size=5), max_size=2),
 )
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_what_the_library_writes_is_read_as_it_was_written(
     tmp_path_factory: pytest.TempPathFactory,
     described: dict[str, tuple[torch.dtype, tuple[int, ...]]],
@@ -126,7 +126,7 @@ def test_what_the_library_writes_is_read_as_it_was_written(
 
 
 @given(st.lists(st.integers(-(2**63), 2**63 - 1), max_size=40), st.lists(st.booleans(), max_size=9))
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 def test_integers_are_read_as_they_were_written(
     tmp_path_factory: pytest.TempPathFactory, ids: list[int], mask: list[bool]
 ) -> None:
@@ -287,7 +287,7 @@ def read_or_refused(path: Path) -> bool:
 
 
 @given(st.binary(max_size=200))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_arbitrary_bytes_are_read_as_the_library_reads_them(
     tmp_path_factory: pytest.TempPathFactory, content: bytes
 ) -> None:
@@ -300,7 +300,7 @@ def test_arbitrary_bytes_are_read_as_the_library_reads_them(
     st.integers(0, len(VALID)) | st.none(),
     st.binary(max_size=3),
 )
-@settings(max_examples=600, deadline=None)
+@settings(max_examples=600)
 def test_a_valid_file_with_bytes_changed_or_cut_off(
     tmp_path_factory: pytest.TempPathFactory,
     changes: list[tuple[int, int]],
@@ -351,7 +351,7 @@ JSON_VALUES = st.recursive(
     ),
     st.binary(max_size=12),
 )
-@settings(max_examples=600, deadline=None)
+@settings(max_examples=600)
 def test_any_json_is_accepted_if_and_only_if_the_library_accepts_it(
     tmp_path_factory: pytest.TempPathFactory, header: dict[str, Any], data: bytes
 ) -> None:
@@ -481,7 +481,7 @@ def test_a_broken_index_is_refused(tmp_path: Path, content: bytes) -> None:
 
 
 @given(st.binary(max_size=60) | JSON_VALUES.map(lambda value: json.dumps(value).encode()))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_any_index_is_read_or_refused(
     tmp_path_factory: pytest.TempPathFactory, content: bytes
 ) -> None:

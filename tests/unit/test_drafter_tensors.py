@@ -188,7 +188,6 @@ VARIANTS = st.builds(
 
 
 @given(VARIANTS, st.booleans())
-@settings(deadline=None)
 def test_what_a_config_asks_for_fits_it(expected: Expected, midlayer: bool) -> None:
     found = made_for(expected)
     if midlayer:
@@ -200,7 +199,7 @@ def test_what_a_config_asks_for_fits_it(expected: Expected, midlayer: bool) -> N
 
 
 @given(VARIANTS, VARIANTS, st.data())
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_nothing_is_lost(made: Expected, expected: Expected, data: st.DataObject) -> None:
     """Every tensor is used, in a problem or named as unused, and so is every one that is needed."""
     found = made_for(made)
@@ -254,7 +253,6 @@ def test_nothing_is_lost(made: Expected, expected: Expected, data: st.DataObject
     ),
     VARIANTS,
 )
-@settings(deadline=None)
 def test_any_names_and_shapes_are_compared(
     found: dict[str, TensorLike], expected: Expected
 ) -> None:

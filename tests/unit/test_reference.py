@@ -480,7 +480,7 @@ class CheckingDrafter:
         ]
 
 
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 @given(
     seed=st.integers(0, 2**32),
     prompt=st.lists(st.integers(0, VOCAB_SIZE - 1), min_size=1, max_size=6),
@@ -527,7 +527,7 @@ def check_counts(result: Speculation, num_speculative_tokens: int) -> None:
 
 
 @pytest.mark.parametrize("folder", DRAFTER_FOLDERS, ids=lambda folder: folder.name)
-@settings(deadline=None, max_examples=8)
+@settings(max_examples=8)
 @given(
     start=st.integers(0, 32),
     num_speculative_tokens=st.integers(1, 5),

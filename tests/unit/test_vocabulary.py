@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_kimi_eagle3.checkpoint.errors import CheckpointError
@@ -34,7 +34,6 @@ D2T, T2D = offsets(TARGETS), mask(12, TARGETS)
 
 
 @given(st.integers(2, 60).flatmap(lambda n: st.tuples(st.just(n), st.sets(st.integers(0, n - 1)))))
-@settings(deadline=None)
 def test_a_selection_of_tokens_in_order_is_accepted(drawn: tuple[int, set[int]]) -> None:
     vocab_size, selected = drawn
     targets = sorted(selected)
@@ -53,7 +52,6 @@ def test_a_selection_of_tokens_in_order_is_accepted(drawn: tuple[int, set[int]])
     st.none() | st.lists(st.integers(-3, 12), max_size=12),
     st.none() | st.lists(st.integers(-1, 2), max_size=12),
 )
-@settings(deadline=None)
 def test_what_is_accepted_maps_to_distinct_tokens(
     vocab_size: int, draft_vocab_size: int, d2t: list[int] | None, t2d: list[int] | None
 ) -> None:
@@ -71,7 +69,6 @@ def test_what_is_accepted_maps_to_distinct_tokens(
 
 
 @given(st.permutations(TARGETS))
-@settings(deadline=None)
 def test_another_order_needs_a_mask_that_confirms_it(targets: list[int]) -> None:
     assert check_vocabulary(12, 4, offsets(targets), T2D).reduced
     if targets != TARGETS:

@@ -214,10 +214,7 @@ class Words:
                     value=word.text,
                 )
         self._lookalikes([odd for word in words for odd in word.lookalikes])
-        return [
-            Word(os.path.expanduser(w.text) if w.home else w.text, None, w.bare, w.expands)
-            for w in kept
-        ]
+        return [Word(_of_home(w.text) if w.home else w.text, None, w.bare, w.expands) for w in kept]
 
     def _lookalikes(self, found: Sequence[lookalikes.Lookalike]) -> None:
         if not found:
@@ -493,3 +490,11 @@ def _update(original: dict[str, Any], update: Mapping[str, Any]) -> None:
             original[key] = old + value
         else:
             original[key] = value
+
+
+def _of_home(text: str) -> str:
+    """A word that begins with ``~``, as the shell gives it on."""
+    try:
+        return os.path.expanduser(text)
+    except ValueError:  # A NUL, which no path has and a pasted text may.
+        return text

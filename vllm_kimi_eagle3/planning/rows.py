@@ -18,9 +18,11 @@ from typing import Any
 from .model import Step
 
 # Of a row of step_time.py, what tells one configuration from another.
-_CONFIGURATION = ("gpu", "vllm", "layers", "ours", "drafter", "backend", "kv")
+_CONFIGURATION = ("gpu", "vllm", "layers", "ours", "drafter", "backend", "kv", "p2p")
 # Whose drafting loop it was: vLLM's in rows that do not say it, nobody's where nothing is drafted.
 _LOOP = "plugin_drafting"
+# Tensor-parallel ranks; rows that do not say it are of one.
+_RANKS = "tp"
 _MEASURED = ("k", "batch", "context", "ctx", "step_ms", "tokens_per_second")
 _MAX_BYTES = 256 << 20
 _MAX_ROWS = 4096
@@ -92,7 +94,9 @@ def _from_json(line: str) -> Row | None:
     known = [name for name in _CONFIGURATION if name in found] or [
         name for name in found if name not in _MEASURED and isinstance(found[name], (str, int))
     ]
-    of = [(name, str(found[name])) for name in known if name != _LOOP]
+    of = [(name, str(found[name])) for name in known if name not in (_LOOP, _RANKS)]
+    if "ours" in found or _RANKS in found:
+        of.append((_RANKS, str(found.get(_RANKS, 1))))
     if "ours" in found and numbers[0]:
         of.append((_LOOP, str(found.get(_LOOP, "off"))))
     return Row(*numbers, value, rate, tuple(of))

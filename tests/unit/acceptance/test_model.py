@@ -85,7 +85,6 @@ def test_wilson_as_published() -> None:
         assert (found.low, found.high) == pytest.approx((low, high), abs=6e-5)
 
 
-@settings(deadline=None)
 @given(st.floats(0, 1e6), st.floats(0, 1e6))
 def test_an_interval_is_around_its_value(hits: float, more: float) -> None:
     found = wilson(hits, hits + more)
@@ -106,7 +105,7 @@ def test_design_effect() -> None:
     assert design_effect([10, 0] * 4, [10] * 8) == pytest.approx(10 * 8 / 7)
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(st.lists(counts(), max_size=8))
 def test_an_estimate_of_any_counts(groups: list[Counts]) -> None:
     found = acceptance(groups)
@@ -132,7 +131,7 @@ def test_all_or_nothing_is_no_certainty() -> None:
     assert 1.05 < none.high < 2.5
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(counts())
 def test_more_of_the_same_narrows_the_interval(one: Counts) -> None:
     few, many = acceptance([one] * 4), acceptance([one] * 16)
@@ -140,7 +139,7 @@ def test_more_of_the_same_narrows_the_interval(one: Counts) -> None:
         assert b.high - b.low <= a.high - a.low + 1e-9
 
 
-@settings(deadline=None, max_examples=10)
+@settings(max_examples=10)
 @given(
     st.integers(0, 2**32),
     st.tuples(st.floats(0.3, 0.95), st.floats(0.3, 0.95), st.floats(0.3, 0.95)),
@@ -195,7 +194,6 @@ def test_a_length_as_rates() -> None:
             geometric(length, k)
 
 
-@settings(deadline=None)
 @given(st.integers(1, 16), st.floats(0, 1))
 def test_rates_of_a_length_have_that_length(k: int, part: float) -> None:
     length = 1 + part * k

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 from hypothesis import given as property_of
-from hypothesis import settings
 from hypothesis import strategies as st
 
 from vllm_kimi_eagle3.acceptance.given import given
@@ -123,7 +122,6 @@ def test_an_earlier_report(tmp_path: Path) -> None:
             given(str(file), "--expect")
 
 
-@settings(deadline=None)
 @property_of(st.text(max_size=40))
 def test_any_text_is_acceptance_or_an_error(text: str) -> None:
     said = ""

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from vllm_kimi_eagle3.check import shell
@@ -664,7 +664,6 @@ def check_whole(parsed: Command) -> None:
 
 
 @given(st.lists(WORDS, max_size=12), RELEASES)
-@settings(deadline=None)
 def test_any_words(words: list[str], facts: Facts | None) -> None:
     check_whole(parse(words, facts))
 
@@ -672,13 +671,12 @@ def test_any_words(words: list[str], facts: Facts | None) -> None:
 @given(st.one_of(st.text(), st.lists(WORDS, max_size=8).map(" ".join)), RELEASES)
 @example("vllm serve M -sc.a" + ".b" * 100 + " 1", None)
 @example("vllm serve M -sc " + "[" * 20_000, None)
-@settings(deadline=None)
+@example("vllm serve ~\0/M --config ~\0", None)
 def test_any_text(text: str, facts: Facts | None) -> None:
     check_whole(parse(text, facts))
 
 
 @given(st.text(max_size=80))
-@settings(deadline=None)
 def test_any_config_file(tmp_path_factory: pytest.TempPathFactory, text: str) -> None:
     pytest.importorskip("yaml")
     path = tmp_path_factory.mktemp("c") / "c.yaml"
@@ -692,7 +690,6 @@ PLAIN = st.text(
 
 
 @given(st.lists(PLAIN, min_size=1, max_size=6))
-@settings(deadline=None)
 def test_words_survive_quoting(words: list[str]) -> None:
     quoted = " ".join("'" + word.replace("'", "'\\''") + "'" for word in words)
     lines = shell.lines_of(f"x {quoted}")

@@ -438,7 +438,7 @@ tensor_infos = st.tuples(
     st.sampled_from(["0.15.1", "0.21.0", "0.33.0", None]),
     st.dictionaries(st.sampled_from(["text_config", "torch_dtype"]), json_values),
 )
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 def test_anything_is_a_finding_and_no_traceback(
     tmp_path_factory: pytest.TempPathFactory,
     base: str,

@@ -322,7 +322,7 @@ NAMES = st.text(min_size=1, max_size=20).filter(lambda n: "\0" not in n and "/" 
 
 
 @given(NAMES.filter(lambda n: n not in (".", "..")), st.binary(max_size=30))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_any_names_in_a_folder(
     tmp_path_factory: pytest.TempPathFactory, name: str, content: bytes
 ) -> None:
@@ -355,7 +355,7 @@ DRAFTER_CONFIG = json.loads(DRAFTER.read_text())
     st.dictionaries(st.sampled_from([*kimi_config()["text_config"]]), JSON, max_size=3),
     st.dictionaries(st.sampled_from([*DRAFTER_CONFIG]), JSON, max_size=3),
 )
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_any_values_in_the_configs(
     tmp_path_factory: pytest.TempPathFactory,
     top: dict[str, Any],

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from tests.assets.synthetic import kimi_config, kimi_tensors, light_tensors
@@ -74,7 +74,6 @@ def test_a_few_large_tensors_count_as_the_many_small_ones() -> None:
         }
     )
 )
-@settings(deadline=None)
 def test_what_a_config_describes_is_what_its_files_hold(text: dict[str, Any]) -> None:
     config = kimi_config()
     config["text_config"].update(text)
@@ -133,7 +132,6 @@ VALUES = st.recursive(
         VALUES,
     ),
 )
-@settings(deadline=None)
 def test_any_config_is_weighed_or_not(text: dict[str, Any], quantization: dict[str, Any]) -> None:
     config = kimi_config()
     config["text_config"].update(text)
@@ -457,12 +455,13 @@ def test_the_largest_batch_takes_memory(kimi: Path) -> None:
 )  # fmt: skip
 @example({"cpu-offload-gb": float("nan"), "gpu-memory-utilization": float("nan")}, 2**30)
 @example({"gpu-memory-utilization": 1e-303}, 1)
-@settings(deadline=None)
+@example({"kv-cache-dtype": "nan"}, 2**45)
 def test_any_options_are_planned_with(kimi: Path, options: dict[str, Any], memory: int) -> None:
     subject = looked_at(kimi, drafter=MLA, gpu="sm_90,141GB,8")
     command = subject.command
     subject.command = type(command)(command.words, command.model, options)
     assert subject.gpus is not None
     subject.gpus = type(subject.gpus)("any", (9, 0), memory, 8)
+    own = f"({options.get('kv-cache-dtype')})"  # Said as the user wrote it.
     for finding in module.findings(subject):
-        assert "nan" not in finding.text
+        assert "nan" not in finding.text.replace(own, "")

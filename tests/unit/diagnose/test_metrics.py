@@ -70,7 +70,6 @@ def test_lines_that_are_none(line: str) -> None:
     assert bad == 1
 
 
-@settings(deadline=None)
 @given(st.text(max_size=300))
 def test_any_text_is_read(text: str) -> None:
     samples, bad = parse(text)
@@ -140,7 +139,7 @@ def hostile(draw: st.DrawFn) -> str:
     return "\n".join(lines)
 
 
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 @given(hostile(), hostile())
 def test_any_counters_are_read(before: str, after: str) -> None:
     """Whatever two pages hold, what is counted between them is possible."""
@@ -154,7 +153,6 @@ def test_any_counters_are_read(before: str, after: str) -> None:
     assert all(re.search(r"\S", said) for said in found.impossible)
 
 
-@settings(deadline=None)
 @given(st.text(alphabet=string.printable, max_size=30))
 def test_any_label_comes_back(value: str) -> None:
     escaped = value.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")

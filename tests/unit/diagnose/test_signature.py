@@ -291,7 +291,7 @@ def test_data_parallel_ranks() -> None:
     assert ids(Observed(parts(HEALTHY), engines)) == []
 
 
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 @given(
     st.lists(
         st.tuples(

@@ -109,7 +109,7 @@ _STEP = st.builds(
 )
 
 
-@settings(deadline=None, max_examples=15)
+@settings(max_examples=15)
 @given(st.lists(_STEP, min_size=1, max_size=8), st.integers(1, 8), st.integers(1, 512))
 def test_any_steps_give_a_plan(rows: list[Step], k: int, batch: int) -> None:
     model = fit(rows)
@@ -119,7 +119,7 @@ def test_any_steps_give_a_plan(rows: list[Step], k: int, batch: int) -> None:
     assert gain.value <= k + 1
 
 
-@settings(deadline=None, max_examples=10)
+@settings(max_examples=10)
 @given(st.integers(2, 12))
 def test_more_steps_leave_less_open(number: int) -> None:
     few = fit(rows_of(truth(), CELLS[:1])).speed_up(3, 16, 4096, HEALTHY)

@@ -61,7 +61,9 @@ def test_rows_of_the_benchmark() -> None:
 
 
 def test_rows_with_and_without_the_plugins_loop() -> None:
-    where = {"vllm": "0.26.0", "layers": "61", "drafter": "llama", "backend": "TRITON_MLA"}
+    where = {
+        "vllm": "0.26.0", "layers": "61", "drafter": "llama", "backend": "TRITON_MLA", "tp": "1",
+    }  # fmt: skip
     every = rows.read_rows(ROWS)
     for loop in ("on", "off"):
         found = rows.choose(every, {**where, "plugin_drafting": loop})
@@ -71,6 +73,17 @@ def test_rows_with_and_without_the_plugins_loop() -> None:
         ]
     with pytest.raises(ValueError, match="--where plugin_drafting=on"):
         rows.choose(every, where)
+
+
+def test_rows_of_several_ranks() -> None:
+    where = {"vllm": "0.26.0", "layers": "61", "drafter": "llama", "backend": "TRITON_MLA"}
+    where |= {"plugin_drafting": "on", "ours": "on"}
+    every = rows.read_rows(ROWS)
+    with pytest.raises(ValueError, match=r"several configurations \(tp 1, 2\)"):
+        rows.choose(every, where)
+    two = rows.choose(every, {**where, "tp": "2"})
+    assert {row.context for row in two} == {512.0, 8192.0, 30000.0}
+    assert {row.k for row in two} == {0, 3}
 
 
 def test_rows_of_several_configurations_are_not_mixed() -> None:
