@@ -247,6 +247,11 @@ SCENARIOS = {
         },
         rarely=("0.32.0",),
     ),
+    "plan": Scenario(
+        "`plan --url --without` plans from a sweep of two real servers",
+        {("0.15.1", "0.16.0", "0.20.2", "0.22.1"): "the same counters and latencies"},
+        rarely=("0.32.0",),
+    ),
     "diagnose --offline": Scenario(
         "one load of the target: its hidden states are the reference's, each way to break a "
         "drafter is named, and the printed setting restores the counts in this host's engine",

@@ -19,7 +19,7 @@ from vllm_kimi_eagle3.diagnose.report import EXIT_FINE, EXIT_UNTOLD, sort
 from vllm_kimi_eagle3.diagnose.run import OptionError, speculates
 from vllm_kimi_eagle3.diagnose.server import MAX_TIMEOUT, Server, ServerError
 from vllm_kimi_eagle3.findings import Evidence, Finding
-from vllm_kimi_eagle3.findings.lines import field_lines, finding_lines
+from vllm_kimi_eagle3.findings.lines import field_lines, finding_lines, findings_as_json
 from vllm_kimi_eagle3.host import find_host, parse_version
 
 from . import rows as row_files
@@ -278,16 +278,7 @@ class Plan:
             "flags": {"static": static, "schedule": scheduled},
             "skipped": list(self.skipped),
             "exit_code": self.exit_code,
-            "findings": [
-                {
-                    "id": finding.id,
-                    "severity": finding.severity.value,
-                    "undecided": finding.undecided,
-                    "fact": finding.fact,
-                    "fix": finding.fix,
-                }
-                for finding in self.findings
-            ],
+            "findings": findings_as_json(self.findings),
         }  # fmt: skip
 
     def as_text(self, *, colour: bool = False, width: int | None = None) -> str:
