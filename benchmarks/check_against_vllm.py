@@ -66,7 +66,7 @@ MLA_DRAFTER = {
     "num_hidden_layers": 1,
 }  # fmt: skip
 
-# What tensor parallelism divides; the experts are on every rank, each a part of every one.
+# What tensor parallelism divides; of each expert every rank has a part.
 DIVIDED = (
     "num_attention_heads", "num_key_value_heads", "intermediate_size", "moe_intermediate_size",
     "vocab_size",
@@ -150,8 +150,7 @@ def make_models(folder: Path, layers: int = LAYERS, shares: int = 1) -> None:
     Args:
         folder: where `target`, `llama` and `mla` are made.
         layers: of the target.
-        shares: how many ranks' shares of a TP=8 the models are; as many ranks as that have one
-            each.
+        shares: how many TP=8 ranks' shares the models are, for as many ranks.
     """
     import torch
     from safetensors.torch import save_file

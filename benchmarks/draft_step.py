@@ -66,7 +66,7 @@ from benchmarks.step_time import (  # noqa: E402
     rank_environment,
     ranks_of,
     stream,
-)  # fmt: skip
+)
 
 VOCABULARY = 163840
 TARGET_LAYERS = 5
