@@ -116,7 +116,7 @@ def host_python(session: nox.Session, release: str) -> str:
     def uv(*args: str) -> None:
         session.run(find_uv(), *args, external=True, env=uv_environment())
 
-    if not stamp.exists() or stamp.read_text() != made_of:
+    if not python.exists() or not stamp.exists() or stamp.read_text() != made_of:
         uv("venv", "--quiet", "--clear", "--python", sys.executable, str(folder))
         overrides = folder / "overrides.txt"
         overrides.write_text("\n".join(OVERRIDES[release]) + "\n")
