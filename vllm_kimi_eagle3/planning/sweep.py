@@ -9,13 +9,21 @@ cache, then for the steps that are timed.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from threading import Thread
 
 from vllm_kimi_eagle3.acceptance.model import Counts
 from vllm_kimi_eagle3.diagnose.drive import long_prompt, tokens_per_character
-from vllm_kimi_eagle3.diagnose.metrics import Delta, difference, read_page
+from vllm_kimi_eagle3.diagnose.metrics import (
+    REQUESTS,
+    Delta,
+    Difference,
+    Page,
+    difference,
+    read_page,
+)
 from vllm_kimi_eagle3.diagnose.server import Server, ServerError
 
 from .model import Step
@@ -23,6 +31,10 @@ from .model import Step
 TOKENS = 96
 """Of an answer: thirty steps at three tokens a step."""
 _SPARE = 64
+# A server counts the end of a request within a step of its answer.
+_SETTLES, _POLL = 3.0, 0.05
+# Tokens beyond one's own that are those of others: more than so many, and than this part.
+_STRAY_TOKENS, _STRAY_SHARE = 16, 0.1
 
 
 @dataclass(frozen=True)
@@ -32,7 +44,8 @@ class Sweep:
     Attributes:
         steps: one for each cell.
         counts: of the drafts of each cell; empty without speculation.
-        skipped: cells that do not fit into the server's context, or that it refused, in words.
+        skipped: cells that do not fit into the server's context, that it refused, or whose counters
+            do not say what a step of how many drafts took, in words.
     """
 
     steps: tuple[Step, ...]
@@ -76,16 +89,22 @@ def sweep(
             progress(f"cell {number} of {len(cells)}: {name}")
         texts = [f"Request {i}.\n" + long_prompt(context, density).text for i in range(batch)]
         try:
+            start = read_page(server.metrics())
             _send(server, model, texts, 1)
-            before = read_page(server.metrics())
+            before = _settled(server, start, batch, counted_as)
             _send(server, model, texts, TOKENS)
-            after = read_page(server.metrics())
+            after = _settled(server, before, batch, counted_as)
         except ServerError as error:
             if error.status is None or error.status in (401, 403, 404):
                 raise
             skipped.append(f"{name}: {error.fact}")
             continue
-        found = difference(before, after, counted_as).total
+        warming = difference(start, before, counted_as)
+        timed = difference(before, after, counted_as)
+        if why := _unusable(warming, timed, (*before.impossible, *after.impossible), batch):
+            skipped.append(f"{name}: {why}")
+            continue
+        found = timed.total
         step = _step(found, batch, context)
         if step is None:
             skipped.append(f"{name}: the server does not time its steps")
@@ -116,11 +135,45 @@ def _send(server: Server, model: str, texts: Sequence[str], tokens: int) -> None
         raise failed[0]
 
 
+def _settled(server: Server, before: Page, number: int, model: str | None) -> Page:
+    """The counters once the ends of so many requests are among them, if the server counts them."""
+    deadline = time.monotonic() + _SETTLES
+    while True:
+        page = read_page(server.metrics())
+        counted = any(REQUESTS in engine.values for engine in page.of_model(model).values())
+        ended = difference(before, page, model).total.requests
+        if not counted or ended >= number or time.monotonic() > deadline:
+            return page
+        time.sleep(_POLL)
+
+
+def _unusable(warming: Difference, timed: Difference, impossible: Sequence[str], batch: int) -> str:
+    """Why the counters of a cell say nothing of its steps; "" if they do."""
+    if warming.resets or timed.resets:
+        return "the server was started again meanwhile"
+    if impossible := (*impossible, *timed.impossible):
+        return impossible[0]
+    total = timed.total
+    own = batch * TOKENS
+    if total.requests > batch or total.generated > own * (1 + _STRAY_SHARE) + _STRAY_TOKENS:
+        return "others used the server meanwhile"
+    counts = total.counts
+    if counts is None:
+        drafting = any(delta.drafts is not None for delta in timed.engines.values())
+        return "the server lacks counters of drafts" if drafting or timed.missing else ""
+    if (k := _drafts(total)) > counts.positions:
+        return f"{k} drafts a step of {counts.positions} positions cannot be"
+    return ""
+
+
+def _drafts(found: Delta) -> int:
+    if found.counts is None or not found.counts.drafts:
+        return 0
+    return round(found.counts.draft_tokens / found.counts.drafts)
+
+
 def _step(found: Delta, batch: int, context: int) -> Step | None:
     # Shorter or longer ones are none of a server, whatever it counts.
     if not found.steps or not 1e-6 <= found.seconds / found.steps <= 1e4:
         return None
-    k = 0
-    if found.counts is not None and found.counts.drafts:
-        k = round(found.counts.draft_tokens / found.counts.drafts)
-    return Step(k, batch, context + TOKENS / 2, found.seconds / found.steps)
+    return Step(_drafts(found), batch, context + TOKENS / 2, found.seconds / found.steps)

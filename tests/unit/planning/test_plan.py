@@ -5,12 +5,14 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import shlex
 import signal
 import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -380,6 +382,72 @@ def test_cells_that_do_not_fit_are_left_out() -> None:
         plan = planned("--url", server.url, "--context", "500,8000", "--batch", "1")
     assert len(plan.skipped) == 1
     assert "the server takes 2,048" in plan.skipped[0]
+
+
+def without(name: str) -> Callable[[str, int], str]:
+    return lambda text, n: "\n".join(line for line in text.split("\n") if name not in line)
+
+
+def changed(name: str, value: Callable[[float, int], float]) -> Callable[[str, int], str]:
+    """The metrics with the counters of a name as another number, by reading."""
+
+    def change(text: str, n: int) -> str:
+        pattern = rf"(?m)^(vllm:{name}\{{.*\}}) (\S+)$"
+        return re.sub(pattern, lambda m: f"{m[1]} {value(float(m[2]), n)}", text)
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("metrics", "said"),
+    [
+        (without("per_pos"), "lacks counters of drafts"),
+        (without("num_drafts"), "lacks counters of drafts"),
+        (changed("spec_decode.*per_pos_total", lambda v, n: math.nan), "per_pos.* is nan"),
+        (changed("spec_decode_num_accepted_tokens_total", lambda v, n: n * 1e6), "by their pos"),
+        (changed("spec_decode_num_draft_tokens_total", lambda v, n: v * 2), "6 drafts a step"),
+        (changed("spec_decode_num_draft_tokens_total", lambda v, n: v * 100), "300 drafts a step"),
+        (changed(".*_(?:total|sum|count)", lambda v, n: v if n < 4 else v // 100), "started again"),
+        (lambda text, n: text + exposition({("kimi", "1"): Counters()}, False),
+         "lacks counters of drafts"),
+    ],
+)  # fmt: skip
+def test_steps_whose_drafts_are_not_known_are_not_planned_from(
+    metrics: Callable[[str, int], str], said: str
+) -> None:
+    """They would be taken for steps without drafts, or with too many."""
+    with FakeServer(Behaviour(step=0.05, metrics=metrics)) as server:
+        plan = planned("--url", server.url, "--acceptance", "76,56,43", "--batch", "1",
+                       "--context", "600")  # fmt: skip
+    assert len(plan.skipped) == 1
+    assert re.search(said, plan.skipped[0])
+    assert ids(plan) == ["plan-no-input"]
+    assert plan.exit_code == 2
+
+
+@pytest.mark.parametrize("ended", [True, False])
+def test_requests_of_others_are_not_planned_from(ended: bool) -> None:
+    behaviour = Behaviour(foreign=3) if ended else Behaviour(
+        metrics=changed("generation_tokens_total", lambda v, n: v + 500 * n)
+    )  # fmt: skip
+    with FakeServer(behaviour) as server:
+        plan = planned("--url", server.url, "--batch", "1", "--context", "600")
+    assert "others used the server" in plan.skipped[0]
+    assert plan.exit_code == 2
+
+
+def test_a_cell_begins_when_the_requests_before_it_are_counted() -> None:
+    """vLLM counts the end of a request after its answer, so its own are not those of others."""
+    late: list[str] = []
+
+    def metrics(text: str, n: int) -> str:
+        late.append(text)
+        return late[max(0, n - 2)]
+
+    with FakeServer(Behaviour(metrics=metrics)) as server:
+        found = sweep(Server(server.url), "kimi", (1, 4), (600,))
+    assert not found.skipped
+    assert [(s.k, s.batch) for s in found.steps] == [(3, 1), (3, 4)]
 
 
 def test_a_server_that_is_not_there() -> None:
