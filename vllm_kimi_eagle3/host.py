@@ -17,7 +17,7 @@ from functools import cached_property
 from importlib import metadata, util
 from pathlib import Path
 
-from packaging.version import InvalidVersion, Version
+from packaging.version import Version
 
 SUPPORTED = (
     "0.15.1", "0.16.0", "0.17.1", "0.18.1", "0.19.1", "0.20.2", "0.21.0", "0.22.1", "0.23.0",
@@ -39,7 +39,7 @@ def parse_version(text: str | None) -> Version | None:
     """``text`` as a version, or None where it is none (a source build may call itself ``dev``)."""
     try:
         return Version(text) if text else None
-    except InvalidVersion:
+    except ValueError:  # InvalidVersion is one; so is what Python says of thousands of digits.
         return None
 
 

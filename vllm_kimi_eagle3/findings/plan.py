@@ -94,4 +94,13 @@ from more drafts than were measured is the most that can be hoped for.""",
 drafts are accepted. One of them could not be had.""",
         undecided=True,
     ),
+    Kind(
+        "plan-stopped",
+        Severity.NOTE,
+        "A defect of this command",
+        """\
+Something in `plan` itself went wrong, and the rest of the report is what it had found before. \
+Please report it with the text of the finding.""",
+        undecided=True,
+    ),
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import median
 from typing import Any, NoReturn
@@ -363,47 +363,73 @@ def plan(options: Options, progress: Progress | None = None) -> Plan:
     Raises:
         OptionError: the rows and the options do not go together.
     """
-    progress = progress or (lambda text: None)
-    found: list[Finding] = []
-    release = options.vllm
-    steps: list[Step] = []
-    counts: list[Counts] = []
-    skipped: list[str] = []
-    source = []
+    work = _Work(options, progress or (lambda text: None))
     try:
-        if options.url:
-            server = Server(options.url, options.timeout)
-            release = release or server.release()
-            steps, counts, skipped = _sweep(options, server, progress)
-            source.append(f"a sweep of {server.url}")
-            if options.without:
-                other = Server(options.without, options.timeout)
-                more, _, missed = _sweep(options, other, progress, without=True)
-                steps += more
-                skipped += missed
-                source.append(f"and of {other.url} without speculation")
-    except ServerError as error:
-        found.append(Finding("diagnose-no-answer", error.fact, error.fix))
-    rates, whence = _rates(options, counts)
-    if options.rows:
-        steps += _of_rows(options, rates)
-        source.append("rows of " + ", ".join(str(path) for path in options.rows))
-    if not release and (host := find_host()) is not None:
-        release = str(host.version or "")
-    target = Release.of(release, options.runner, options.data_parallel)
-    if not steps or not rates:
+        work.run()
+    except OptionError:
+        raise
+    except Exception as error:
+        work.found.append(
+            Finding(
+                "plan-stopped",
+                f"plan stopped at {type(error).__name__}: {str(error)[:300]}",
+                "please report it",
+            )
+        )
+    return replace(work.so_far, findings=tuple(sort(work.found)))
+
+
+@dataclass
+class _Work:
+    """One run, as far as it got."""
+
+    options: Options
+    progress: Progress
+    found: list[Finding] = field(default_factory=list)
+    so_far: Plan = field(default_factory=Plan)
+
+    def run(self) -> None:
+        options, progress = self.options, self.progress
+        release = options.vllm
+        steps: list[Step] = []
+        counts: list[Counts] = []
+        skipped: list[str] = []
+        source = []
+        try:
+            if options.url:
+                server = Server(options.url, options.timeout)
+                release = release or server.release()
+                steps, counts, skipped = _sweep(options, server, progress)
+                source.append(f"a sweep of {server.url}")
+                if options.without:
+                    other = Server(options.without, options.timeout)
+                    more, _, missed = _sweep(options, other, progress, without=True)
+                    steps += more
+                    skipped += missed
+                    source.append(f"and of {other.url} without speculation")
+        except ServerError as error:
+            self.found.append(Finding("diagnose-no-answer", error.fact, error.fix))
+        rates, whence = _rates(options, counts)
+        if options.rows:
+            steps += _of_rows(options, rates)
+            source.append("rows of " + ", ".join(str(path) for path in options.rows))
+        if not release and (host := find_host()) is not None:
+            release = str(host.version or "")
+        target = Release.of(release, options.runner, options.data_parallel)
+        self.so_far = Plan(
+            " ".join(source), rates=rates, acceptance=whence, release=target,
+            drafter=options.drafter, skipped=tuple(skipped),
+        )  # fmt: skip
+        if steps and rates:
+            self.so_far = _reckon(options, steps, self.so_far, self.found)
+            return
         lacking = "no step was measured" if not steps else "how many drafts are accepted is unknown"
         fix = (
             "give --rows, or a server that answers" if not steps else (
                 "give --acceptance, as in 76,56,43, or a report of `diagnose --json`"
             )
         )  # fmt: skip
-        found.append(Finding("plan-no-input", lacking, fix))
-        return Plan(
-            " ".join(source), rates=rates, acceptance=whence, release=target,
-            findings=tuple(sort(found)), skipped=tuple(skipped),
-        )  # fmt: skip
-    return _reckon(options, steps, rates, whence, " ".join(source), target, found, skipped)
+        self.found.append(Finding("plan-no-input", lacking, fix))
 
 
 def _sweep(
@@ -484,16 +510,9 @@ def _of_rows(options: Options, rates: Sequence[float]) -> list[Step]:
     return row_files.steps(chosen, lengths)
 
 
-def _reckon(
-    options: Options,
-    steps: Sequence[Step],
-    rates: tuple[float, ...],
-    whence: str,
-    source: str,
-    release: Release,
-    found: list[Finding],
-    skipped: Sequence[str],
-) -> Plan:
+def _reckon(options: Options, steps: Sequence[Step], known: Plan, found: list[Finding]) -> Plan:
+    """The plan, with what is known already; what there is to say of it is added to the findings."""
+    rates = known.rates
     model = fit(steps)
     missed = sorted(abs(said / row.seconds - 1) for row, said in held_out(steps))
     misfit = median(model.misfit)
@@ -507,9 +526,9 @@ def _reckon(
     most = options.most if options.most is not None else min(MAX_K, len(rates))
     best = schedule.static_k(model, rates, contexts, batches, most)
     ranges = schedule.ranges(model, rates, for_context, most, options.max_batch)
-    result = Plan(
-        source, model, rates, whence, batches, contexts, best, tuple(ranges), for_context, release,
-        options.drafter, off, (), tuple(skipped),
+    result = replace(
+        known, model=model, batches=batches, contexts=contexts, static=best, ranges=tuple(ranges),
+        for_context=for_context, off=off,
     )  # fmt: skip
     if misfit > _OFF:
         found.append(
@@ -521,8 +540,8 @@ def _reckon(
             )
         )
     found += _notes(result, steps, most)
-    found += schedule.notes(release, ranges)
-    return Plan(**{**vars(result), "findings": tuple(sort(found))})
+    found += schedule.notes(known.release, ranges)
+    return result
 
 
 def _notes(result: Plan, steps: Sequence[Step], most: int) -> list[Finding]:

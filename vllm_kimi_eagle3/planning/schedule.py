@@ -13,10 +13,10 @@ import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from packaging.version import InvalidVersion, Version
+from packaging.version import Version
 
 from vllm_kimi_eagle3.findings import Evidence, Finding
-from vllm_kimi_eagle3.host import V2_RUNNER_SINCE
+from vllm_kimi_eagle3.host import V2_RUNNER_SINCE, parse_version
 
 from .model import Model
 
@@ -122,10 +122,7 @@ class Release:
     @classmethod
     def of(cls, release: str, runner: str = "", data_parallel: int = 1) -> Release:
         """From a version's text, which may be empty or that of a development build."""
-        try:
-            version = Version(release) if release else None
-        except InvalidVersion:
-            version = None
+        version = parse_version(release)
         base = None if version is None else Version(version.base_version)
         if not runner:
             runner = "V2" if base is not None and base >= V2_RUNNER_SINCE else "V1"

@@ -207,6 +207,7 @@ def test_the_flags_are_what_vllm_takes() -> None:
         ("0.34.0.dev12+gabc", "", 1, True, None),
         ("", "", 1, False, None),
         ("a build", "", 1, False, None),
+        ("1" * 5000, "", 1, False, None),
     ],
 )
 def test_what_each_release_does_with_a_schedule(
@@ -534,6 +535,7 @@ def test_an_interrupted_sweep_does_not_wait_for_its_answers() -> None:
         (["--rows", "f", "--data-parallel", "0"], "1 or more ranks"),
         (["--rows", "f", "--for-context", "-1"], "--for-context takes"),
         (["--rows", "f", "--vllm", "latest"], "it takes a release"),
+        (["--rows", "f", "--vllm", "1" * 5000], "it takes a release"),
         (["--url", "x", "--batch", "1,100000"], "up to 1024 requests at once"),
         (["--url", "x", "--timeout", "-1"], "--timeout takes up to"),
         (["--url", "x", "--timeout", "inf"], "--timeout takes up to"),
@@ -555,6 +557,22 @@ def test_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert "num_speculative_tokens = 3" in capsys.readouterr().out
     assert cli.main([*words, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["num_speculative_tokens"] == 3
+
+
+def test_a_defect_of_the_command_is_a_finding(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fails(*_: Any, **__: Any) -> Any:
+        raise RuntimeError("boom")
+
+    monkeypatch.setattr(run, "fit", fails)
+    words = ["plan", *STEP_TIMES, "--acceptance", "76,56,43", "--vllm", "0.26.0"]
+    assert cli.main(words) == 2
+    said = capsys.readouterr().out
+    assert "plan stopped at RuntimeError: boom" in said
+    assert "plan-stopped" in said
+    assert "There is no plan." in said
+    assert "drafts  76%, 56%, 43%" in said, "what was known before is kept"
 
 
 def test_every_kind_of_finding_is_shown_here() -> None:
