@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from vllm_kimi_eagle3 import __version__
 from vllm_kimi_eagle3.acceptance.model import LEVEL, Acceptance, acceptance, student
@@ -15,7 +15,9 @@ from vllm_kimi_eagle3.findings import Finding, Severity
 from vllm_kimi_eagle3.findings.lines import field_lines, finding_lines, findings_as_json, printable
 
 from .hypotheses import Reading, described, rope_words
-from .score import Score
+
+if TYPE_CHECKING:  # It imports torch, and the options and --help are there without it.
+    from .score import Score
 
 JSON_SCHEMA_VERSION = 1
 _BAD = (Severity.FAILS, Severity.WRONG)

@@ -18,6 +18,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -830,6 +831,21 @@ def _first_sentence(message: str) -> str:
     return lines[0]
 
 
+def _needs_torch() -> None:
+    """The drafter is scored with it.
+
+    Raises:
+        OptionError: it cannot be imported.
+    """
+    try:
+        import_module("torch")
+    except (ImportError, OSError) as error:
+        raise OptionError(
+            f"torch cannot be imported here ({error}), and the drafter is scored with it: install "
+            "it, or run it where vLLM is installed"
+        ) from None
+
+
 def main(words: Sequence[str]) -> int:
     """The command. Returns the exit code."""
     from vllm_kimi_eagle3 import cli
@@ -839,6 +855,7 @@ def main(words: Sequence[str]) -> int:
         if options.help or not words:
             return cli._show(USAGE.rstrip(), cli.EXIT_OK if options.help else cli.EXIT_USAGE)
         asked = asked_of(options)
+        _needs_torch()
     except OptionError as error:
         return cli._usage_error("diagnose --offline", error)
     progress = cli._Progress()
