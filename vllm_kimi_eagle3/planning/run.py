@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -130,6 +131,10 @@ def options_of(words: Sequence[str]) -> Options:
         return Options(help=True)
     if not found["url"] and not found["rows"]:
         raise OptionError("nothing to plan from: give --url, or --rows with --acceptance")
+    if found["url"] and found["rows"]:
+        raise OptionError("--url and --rows are two machines' steps: leave one out")
+    if found["where"] and not found["rows"]:
+        raise OptionError("--where chooses among --rows, and there are none")
     if found["without"] and not found["url"]:
         raise OptionError("--without is the second server beside --url")
     if not 1 <= found["max_batch"] <= MAX_BATCH:
@@ -163,7 +168,11 @@ def options_of(words: Sequence[str]) -> Options:
     if found["url"] and found["batch"] and found["batch"][-1] > MAX_BATCH:
         raise OptionError(f"--batch: a sweep sends up to {MAX_BATCH} requests at once")
     found["where"] = tuple(_pair(text) for text in found["where"])
-    found["rows"] = tuple(found["rows"])
+    # The same file under two names would count twice.
+    by_file: dict[str, Path] = {}
+    for path in found["rows"]:
+        by_file.setdefault(os.path.realpath(path), path)
+    found["rows"] = tuple(by_file.values())
     return Options(**found)
 
 

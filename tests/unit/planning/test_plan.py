@@ -124,6 +124,17 @@ def test_rows_that_are_none(content: str, words: str, tmp_path: Path) -> None:
         rows.read_rows(file)
 
 
+def test_the_same_file_twice_is_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = csv_of(rows_of(truth(), CELLS[:4]), tmp_path / "rows.csv")
+    (tmp_path / "link.csv").symlink_to(file)
+    monkeypatch.chdir(tmp_path)
+    words = ["--rows", str(file), "--rows", "rows.csv", "--rows", "link.csv"]
+    plan = planned(*words, "--acceptance", "76,56,43")
+    assert plan.model is not None
+    assert len(plan.model.rows) == 4
+    assert plan.source == f"rows of {file}"
+
+
 def test_a_file_that_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(OptionError, match="cannot be read: No such file"):
         planned("--rows", str(tmp_path / "x"), "--acceptance", "76,56,43")
@@ -531,6 +542,8 @@ def test_an_interrupted_sweep_does_not_wait_for_its_answers() -> None:
         (["--rows", "f", "--most", "9"], "--most takes 0 to 8"),
         (["--rows", "f", "--max-batch", "0"], "--max-batch takes 1 to"),
         (["--rows", "f", "--where", "x"], "NAME=VALUE"),
+        (["--url", "x", "--where", "a=b"], "--where chooses among --rows"),
+        (["--url", "x", "--rows", "f"], "--url and --rows are two machines"),
         (["--rows", "f", "--runner", "V3"], "invalid choice"),
         (["--rows", "f", "--data-parallel", "0"], "1 or more ranks"),
         (["--rows", "f", "--for-context", "-1"], "--for-context takes"),
