@@ -150,7 +150,8 @@ def types(session: nox.Session) -> None:
 @nox.session
 def unit(session: nox.Session) -> None:
     """Everything that needs no vLLM: tests/unit, tests/contract (arguments go to pytest)."""
-    install(session, *TEST_PACKAGES, "torch==2.13.0", "numpy", "safetensors", "tokenizers")
+    packages = ["torch==2.13.0", "numpy", "safetensors", "tokenizers", "matplotlib"]
+    install(session, *TEST_PACKAGES, *packages)
     install(session, "--reinstall-package", "vllm-kimi-eagle3", ".")
     session.run("python", "-m", "pytest", "--numprocesses=2", *pytest_arguments(session, *UNIT))
 

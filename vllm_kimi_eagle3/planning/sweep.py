@@ -86,7 +86,8 @@ def sweep(
             skipped.append(f"{name}: the server takes {max_model_len:,} with the answer")
             continue
         if progress is not None:
-            progress(f"cell {number} of {len(cells)}: {name}")
+            done = round(20 * (number - 1) / len(cells))
+            progress(f"[{'#' * done}{'.' * (20 - done)}] cell {number} of {len(cells)}: {name}")
         texts = [f"Request {i}.\n" + long_prompt(context, density).text for i in range(batch)]
         try:
             start = read_page(server.metrics())

@@ -588,6 +588,38 @@ def test_a_defect_of_the_command_is_a_finding(
     assert "drafts  76%, 56%, 43%" in said, "what was known before is kept"
 
 
+@pytest.mark.parametrize("words", [[], ["--json"]])
+@pytest.mark.parametrize("terminal", [True, False])
+def test_how_far_a_sweep_is_is_shown_on_a_terminal(
+    words: list[str],
+    terminal: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: terminal)
+    with FakeServer() as server, FakeServer(Behaviour(speculates=False)) as plain:
+        sweeps = ["--url", server.url, "--without", plain.url, "--batch", "1,4", "--context", "600"]
+        assert cli.main(["plan", *sweeps, *words]) in (0, 2)
+    shown = capsys.readouterr()
+    assert "\r" not in shown.out
+    assert "cell 1 of 2" not in shown.out
+    if words:
+        assert json.loads(shown.out)["num_speculative_tokens"] >= 0
+    if not terminal:
+        assert shown.err == ""
+        return
+    lines = shown.err.split("\r")
+    said = [line.strip() for line in lines if line.strip()]
+    begun, half = f"[{'.' * 20}]", f"[{'#' * 10}{'.' * 10}]"
+    each = [
+        f"{begun} cell 1 of 2: 1 requests of 600 tokens",
+        f"{half} cell 2 of 2: 4 requests of 600 tokens",
+    ]
+    assert said == each * 2, "of both servers"
+    assert lines[-1] == ""
+    assert not lines[-2].strip(), "wiped at the end"
+
+
 def test_every_kind_of_finding_is_shown_here() -> None:
     text = Path(__file__).read_text(encoding="utf-8")
     for kind in KINDS.values():
