@@ -410,7 +410,8 @@ class _Work:
                 release = release or server.release()
                 steps, counts, skipped = _sweep(options, server, progress)
                 source.append(f"a sweep of {server.url}")
-                if options.without:
+                # Without a step of the server itself, those of the other are no plan for it.
+                if options.without and steps:
                     other = Server(options.without, options.timeout)
                     more, _, missed = _sweep(options, other, progress, without=True)
                     steps += more
@@ -433,11 +434,10 @@ class _Work:
             self.so_far = _reckon(options, steps, self.so_far, self.found)
             return
         lacking = "no step was measured" if not steps else "how many drafts are accepted is unknown"
-        fix = (
-            "give --rows, or a server that answers" if not steps else (
-                "give --acceptance, as in 76,56,43, or a report of `diagnose --json`"
-            )
-        )  # fmt: skip
+        fix = "give --acceptance, as in 76,56,43, or a report of `diagnose --json`"
+        if not steps:
+            fix = "give --rows, or a server that answers"
+            fix += "; `skipped` above says why none could be taken" if skipped else ""
         self.found.append(Finding("plan-no-input", lacking, fix))
 
 

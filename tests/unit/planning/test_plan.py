@@ -437,6 +437,19 @@ def test_steps_whose_drafts_are_not_known_are_not_planned_from(
     assert plan.exit_code == 2
 
 
+def test_steps_without_drafts_alone_are_no_plan_for_a_server_with_them() -> None:
+    """With drafts a step takes five times as long here, which the usual numbers do not say."""
+    with FakeServer(Behaviour(step=0.1, metrics=without("per_pos"))) as server, FakeServer(
+        Behaviour(step=0.02, speculates=False)
+    ) as plain:  # fmt: skip
+        plan = planned("--url", server.url, "--without", plain.url, "--acceptance", "76,56,43",
+                       "--batch", "1", "--context", "600")  # fmt: skip
+        assert not plain.bodies
+    assert ids(plan) == ["plan-no-input"]
+    assert plan.exit_code == 2
+    assert "skipped" in plan.findings[0].fix
+
+
 @pytest.mark.parametrize("ended", [True, False])
 def test_requests_of_others_are_not_planned_from(ended: bool) -> None:
     behaviour = Behaviour(foreign=3) if ended else Behaviour(
