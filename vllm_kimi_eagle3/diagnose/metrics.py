@@ -301,13 +301,14 @@ def difference(before: Page, after: Page, model: str | None = None) -> Differenc
     """
     result = Difference()
     old, new = before.of_model(model), after.of_model(model)
+    speculation = any(DRAFTS in engine.values for engine in (*old.values(), *new.values()))
     for key, engine in new.items():
         base = old.get(key)
         if base is None or _restarted(base, engine):
             if old:
                 result.resets.append(key)
             base = Engine()
-        delta = _delta(key, base, engine, result)
+        delta = _delta(key, base, engine, result, speculation)
         if delta is not None:
             result.engines[key] = delta
     result.resets += [key for key in old if key not in new]
@@ -344,7 +345,11 @@ def _restarted(base: Engine, engine: Engine) -> bool:
     return falls or later
 
 
-def _delta(key: Key, base: Engine, engine: Engine, result: Difference) -> Delta | None:
+def _delta(
+    key: Key, base: Engine, engine: Engine, result: Difference, speculation: bool
+) -> Delta | None:
+    """What an engine counted; ``speculation`` says that drafts are counted elsewhere or were."""
+
     def risen(name: str) -> int | None:
         if name not in engine.values:
             return None
@@ -353,7 +358,8 @@ def _delta(key: Key, base: Engine, engine: Engine, result: Difference) -> Delta 
     drafts, draft_tokens, accepted = risen(DRAFTS), risen(DRAFT_TOKENS), risen(ACCEPTED)
     positions = {p: int(v - base.positions.get(p, 0.0)) for p, v in engine.positions.items()}
     counts = None
-    if drafts is None and (draft_tokens is not None or accepted is not None or positions):
+    counted = draft_tokens is not None or accepted is not None or positions
+    if drafts is None and (counted or speculation):
         result.missing.append(DRAFTS)
     if drafts is not None:
         if not positions:

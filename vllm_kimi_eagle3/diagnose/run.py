@@ -18,7 +18,7 @@ from vllm_kimi_eagle3.findings import Evidence, Finding, Severity
 
 from . import drive, signature
 from .metrics import DRAFTS, Page, read_page
-from .report import Report, measured_of, sort, stopped
+from .report import EXIT_FINE, Report, measured_of, sort, stopped
 from .server import MAX_TIMEOUT, Model, Server, ServerError
 from .signature import Expected, Observed, Part
 
@@ -191,9 +191,9 @@ class _Work:
             drafter=drafter,
             published=_in_words(known, drafter),
         )
-        if not self._speculates(page):
-            return
         counted_as = model.name if model.name in page.models else None
+        if not self._speculates(page, counted_as):
+            return
         record, how = self._measure(server, model, counted_as)
         self._readings(record)
         observed = Observed(
@@ -206,6 +206,8 @@ class _Work:
         )
         self._fill(record, how, known)
         self.found += signature.findings(observed, self._to_judge(known))
+        if self.so_far.measured is None and self.report().exit_code == EXIT_FINE:
+            self.found.append(_lacks([DRAFTS]))
         if options.without and record.parts:
             self._compare(model, record)
 
@@ -252,9 +254,9 @@ class _Work:
         name = wanted or (names[0] if names else (served[0].name if served else ""))
         return next((m for m in served if m.name == name), Model(name, "", 0))
 
-    def _speculates(self, page: Page) -> bool:
+    def _speculates(self, page: Page, counted_as: str | None) -> bool:
         """Whether there are counters of drafts; with a finding if not."""
-        if speculates(page):
+        if speculates(page, counted_as):
             return True
         if page.foreign:
             self.found.append(
@@ -268,10 +270,11 @@ class _Work:
             )
             return False
         self.found += _impossible(page.impossible)
+        whose = f"the model {counted_as}" if len(page.models) > 1 else "the server"
         self.found.append(
             Finding(
                 "diagnose-no-speculation",
-                "the server has no counters of drafts: it was started without "
+                f"{whose} has no counters of drafts: it was started without "
                 "--speculative-config, or the flag did not reach it",
                 "look for `speculative_config=` in the first lines of the server's log",
                 Evidence("/metrics", f"vllm:{DRAFTS}_total", "absent"),
@@ -337,15 +340,7 @@ class _Work:
                 )
             )
         if record.missing:
-            self.found.append(
-                Finding(
-                    "diagnose-counters-missing",
-                    "the server speculates and lacks "
-                    + ", ".join(f"vllm:{name}" for name in record.missing),
-                    "give `--url` the vLLM server itself: some gateways drop metrics",
-                    Evidence("/metrics", f"vllm:{record.missing[0]}_total", "absent"),
-                )
-            )
+            self.found.append(_lacks(record.missing))
 
     def _fill(self, record: drive.Record, how: str, known: Drafter | None) -> None:
         """The figures of the report."""
@@ -462,14 +457,23 @@ class _Work:
             )
 
 
-def speculates(page: Page) -> bool:
-    """Whether there are counters of drafts."""
-    return any(DRAFTS in e.values or e.positions for e in page.engines.values())
+def speculates(page: Page, model: str | None = None) -> bool:
+    """Whether there are counters of drafts of a model, of any for None."""
+    return any(DRAFTS in e.values or e.positions for e in page.of_model(model).values())
 
 
 def _context(parts: Sequence[Part]) -> float | None:
     known = [p.prompt_tokens + p.answered / 2 for p in parts if p.prompt_tokens is not None]
     return fmean(known) if known else None
+
+
+def _lacks(missing: Sequence[str]) -> Finding:
+    return Finding(
+        "diagnose-counters-missing",
+        "the server speculates and lacks " + ", ".join(f"vllm:{name}" for name in missing),
+        "give `--url` the vLLM server itself: some gateways drop metrics",
+        Evidence("/metrics", f"vllm:{missing[0]}_total", "absent"),
+    )
 
 
 def _impossible(said: Sequence[str]) -> list[Finding]:

@@ -223,6 +223,45 @@ def test_two_models_on_one_server() -> None:
     assert "it has kimi, other" in report.findings[0].fact
 
 
+PLAIN = exposition({("plain", "0"): Counters(generated=100, requests=1, steps=90)}, False)
+
+
+@pytest.mark.parametrize("words", [("--context", "0"), ("--watch", "1")])
+def test_a_model_without_drafts_beside_one_with_them(words: tuple[str, ...]) -> None:
+    behaviour = Behaviour(models=("kimi", "plain"), metrics=lambda text, n: text + PLAIN)
+    report, _ = run(behaviour, "--model", "plain", *words)
+    assert ids(report) == ["diagnose-no-speculation"]
+    assert report.exit_code == 2
+
+
+def test_an_engine_without_counters_of_drafts() -> None:
+    """Beside one of the same model that has them, and accepts nothing."""
+    second = 'vllm:generation_tokens_total{engine="1",model_name="kimi"} 500.0\n'
+    behaviour = Behaviour(
+        rates=lambda length: (0.0, 0.0, 0.0), metrics=lambda text, n: text + second
+    )
+    report, _ = run(behaviour, "--context", "0")
+    assert "diagnose-counters-missing" in ids(report)
+    assert report.exit_code == 2
+
+
+@pytest.mark.parametrize("readings", [1, 2])
+@pytest.mark.parametrize("words", [("--context", "0"), ("--watch", "2")])
+def test_counters_of_drafts_that_go_away(readings: int, words: tuple[str, ...]) -> None:
+    def gone(text: str, reading: int) -> str:
+        return text if reading <= readings else without_lines(text, "spec_decode")
+
+    report, _ = run(Behaviour(metrics=gone), *words)
+    assert "diagnose-counters-missing" in ids(report)
+    assert report.exit_code == 2
+
+
+def without_lines(text: str, *words: str) -> str:
+    """A page without the lines that have one of the words."""
+    lines = text.splitlines(keepends=True)
+    return "".join(line for line in lines if not any(word in line for word in words))
+
+
 def test_a_server_that_is_not_there() -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
