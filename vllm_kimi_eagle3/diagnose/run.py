@@ -17,7 +17,7 @@ from vllm_kimi_eagle3.acceptance.published import HEALTHY, HEALTHY_SOURCE, KINDS
 from vllm_kimi_eagle3.findings import Evidence, Finding, Severity
 
 from . import drive, signature
-from .metrics import DRAFTS, Page, read_page
+from .metrics import ACCEPTED, DRAFT_TOKENS, DRAFTS, Page, read_page
 from .report import EXIT_FINE, Report, measured_of, sort, stopped
 from .server import MAX_TIMEOUT, Model, Server, ServerError
 from .signature import Expected, Observed, Part
@@ -459,7 +459,8 @@ class _Work:
 
 def speculates(page: Page, model: str | None = None) -> bool:
     """Whether there are counters of drafts of a model, of any for None."""
-    return any(DRAFTS in e.values or e.positions for e in page.of_model(model).values())
+    names = {DRAFTS, DRAFT_TOKENS, ACCEPTED}
+    return any(e.positions or names & e.values.keys() for e in page.of_model(model).values())
 
 
 def _context(parts: Sequence[Part]) -> float | None:

@@ -256,6 +256,18 @@ def test_counters_of_drafts_that_go_away(readings: int, words: tuple[str, ...]) 
     assert report.exit_code == 2
 
 
+def test_counters_of_drafts_by_their_tokens_only() -> None:
+    """Neither steps with drafts nor positions: it speculates all the same."""
+
+    def old(text: str, reading: int) -> str:
+        return without_lines(text, "num_drafts", "per_pos")
+
+    report, _ = run(Behaviour(metrics=old), "--context", "0")
+    assert "diagnose-counters-missing" in ids(report)
+    assert "diagnose-no-speculation" not in ids(report)
+    assert report.exit_code == 2
+
+
 def without_lines(text: str, *words: str) -> str:
     """A page without the lines that have one of the words."""
     lines = text.splitlines(keepends=True)
@@ -442,6 +454,14 @@ def test_the_same_without_speculation() -> None:
     assert "diagnose-slower" in ids(slow)
     assert slow.exit_code == 0, "slow is not wrong"
     assert "it is slower with speculation" in slow.verdict
+
+
+@pytest.mark.parametrize("step", [1e-320, 1e-9, 1e6])
+def test_steps_that_no_server_takes(step: float) -> None:
+    with FakeServer(Behaviour(step=step)) as server:
+        report = diagnose(options_of(["--url", server.url, "--context", "0"]))
+    assert report.speed is None
+    json.dumps(report.as_json(), allow_nan=False)
 
 
 def test_watching() -> None:
