@@ -45,6 +45,8 @@ _SPARE = 64  # Tokens of a chat template, at most.
 _MAX_BYTES = 64 << 20  # Of a file of prompts.
 # A character is never fewer tokens, whatever a server says that it tokenizes.
 _SPARSEST = 0.02
+# Seconds of a token, in the mean: what lies beyond was not counted by a clock.
+_QUICKEST, _SLOWEST = 1e-6, 1e4
 # Tokens of others: more than so many, and than this part of one's own, beyond one's own.
 _STRAY_TOKENS, _STRAY_SHARE = 16, 0.1
 
@@ -352,7 +354,9 @@ def speed(parts: Sequence[Part]) -> float | None:
     """Tokens a second of one request, without its prefill; None where it is not known."""
     generated = sum(max(0, part.answered - 1) for part in parts if part.delta.seconds > 0)
     seconds = sum(part.delta.seconds for part in parts)
-    return generated / seconds if generated and seconds > 0 else None
+    if not generated or not _QUICKEST <= seconds / generated <= _SLOWEST:
+        return None
+    return generated / seconds
 
 
 def by_kind(parts: Sequence[Part]) -> Mapping[str, list[Part]]:
