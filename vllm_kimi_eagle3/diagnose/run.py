@@ -147,9 +147,7 @@ def diagnose(options: Options, progress: Progress | None = None) -> Report:
     try:
         work.run()
     except ServerError as error:
-        work.found.append(
-            Finding("diagnose-no-answer", error.fact, error.fix, Evidence(key=options.url))
-        )
+        work.found.append(_no_answer(error, options.url))
     except Exception as error:
         work.found.append(stopped(error))
     return work.report()
@@ -209,7 +207,10 @@ class _Work:
         if self.so_far.measured is None and self.report().exit_code == EXIT_FINE:
             self.found.append(_lacks([DRAFTS]))
         if options.without and record.parts:
-            self._compare(model, record)
+            try:
+                self._compare(model, record)
+            except ServerError as error:
+                self.found.append(_no_answer(error, options.without))
 
     # ------------------------------------------------------------------------------- the steps
 
@@ -430,21 +431,60 @@ class _Work:
     def _compare(self, model: Model, record: drive.Record) -> None:
         """The same prompts without speculation."""
         options = self.options
-        other = Server(options.without or "", options.timeout)
-        names = [m.name for m in other.models()]
-        if not names:
-            raise ServerError(f"{other.url} serves no model", "start it, as the first server")
-        if speculates(read_page(other.metrics())):
+        other = Server(options.without or "", options.timeout, "--without")
+        served = other.models()
+        page = read_page(other.metrics())
+        # By its name, or else by what it was loaded from.
+        name = next((m.name for m in served if m.name == model.name), "") or next(
+            (m.name for m in served if model.root and m.root == model.root), ""
+        )
+        if not name:
+            names = ", ".join(m.name for m in served) or "none"
+            self._not_compared(
+                f"{other.url} has no model {model.name!r}; it has {names}",
+                "give `--without` a server of the same model, under the same name "
+                f"(`--served-model-name {model.name}`)",
+            )
+            return
+        if not page.is_vllm:
+            self._not_compared(
+                f"{other.url} has no metrics of vLLM, which time the steps",
+                "give `--without` a vLLM server, and start it without --disable-log-stats",
+            )
+            return
+        counted_as = name if name in page.models else None
+        if speculates(page, counted_as):
             raise ServerError(
                 f"{other.url} speculates, too: it has counters of drafts",
                 "give `--without` a server that was started without --speculative-config",
             )
-        name = model.name if model.name in names else names[0]
         prompts, tokens = self._prompts(Server(options.url, options.timeout), model)
-        without = drive.drive(other, name, prompts, tokens=tokens, progress=self.progress)
+        without = drive.drive(
+            other,
+            name,
+            prompts,
+            tokens=tokens,
+            counted_as=counted_as,
+            progress=self.progress,
+        )
         if not without.foreign_requests:
             self.so_far = replace(self.so_far, speed_without=drive.speed(without.parts))
         fast, slow = self.so_far.speed, self.so_far.speed_without
+        for url, one, speed in (
+            (self.so_far.url, record, fast),
+            (other.url, without, slow),
+        ):
+            if one.foreign_requests:
+                self._not_compared(
+                    f"requests of others ran on {url} meanwhile, and the latencies are those of "
+                    "everybody",
+                    "run it while nobody else uses either server",
+                )
+            elif speed is None:
+                self._not_compared(
+                    f"{url} does not time its tokens, or in a way that cannot be",
+                    "give the two vLLM servers themselves: some gateways drop metrics",
+                )
         if fast and slow and fast < slow:
             self.found.append(
                 Finding(
@@ -456,6 +496,13 @@ class _Work:
                 )
             )
 
+    def _not_compared(self, fact: str, fix: str) -> None:
+        self.found.append(
+            Finding(
+                "diagnose-not-compared", fact, fix, Evidence("/metrics", "tokens a second", "none")
+            )
+        )
+
 
 def speculates(page: Page, model: str | None = None) -> bool:
     """Whether there are counters of drafts of a model, of any for None."""
@@ -466,6 +513,10 @@ def speculates(page: Page, model: str | None = None) -> bool:
 def _context(parts: Sequence[Part]) -> float | None:
     known = [p.prompt_tokens + p.answered / 2 for p in parts if p.prompt_tokens is not None]
     return fmean(known) if known else None
+
+
+def _no_answer(error: ServerError, url: str) -> Finding:
+    return Finding("diagnose-no-answer", error.fact, error.fix, Evidence(key=url))
 
 
 def _lacks(missing: Sequence[str]) -> Finding:

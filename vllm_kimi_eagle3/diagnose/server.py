@@ -118,13 +118,15 @@ class Server:
     Args:
         url: such as ``http://localhost:8000``, with or without ``/v1``.
         timeout: seconds that a completion may take.
+        flag: by which the user gave the address.
 
     Raises:
         ValueError: the address is none.
     """
 
-    def __init__(self, url: str, timeout: float = 600.0) -> None:
+    def __init__(self, url: str, timeout: float = 600.0, flag: str = "--url") -> None:
         self.url = base_url(url)
+        self._flag = flag
         self._timeout = timeout
         host = urllib.parse.urlsplit(self.url).hostname or ""
         local = host in ("localhost", "::1", "0.0.0.0", "::") or host.startswith("127.")
@@ -230,7 +232,8 @@ class Server:
     def _not_vllm(self, path: str) -> ServerError:
         return ServerError(
             f"{self.url}{path} answers, and not as vLLM does",
-            "give `--url` the address of the vLLM server itself, as in http://localhost:8000",
+            f"give `{self._flag}` the address of the vLLM server itself, as in "
+            "http://localhost:8000",
         )
 
     def _ask(self, path: str, body: Mapping[str, Any] | None = None, *, timeout: float) -> bytes:
@@ -258,7 +261,7 @@ class Server:
         if len(text) > MAX_BYTES:
             raise ServerError(
                 f"{self.url}{path} answers with more than {MAX_BYTES >> 20} MiB",
-                "give `--url` the address of the vLLM server itself",
+                f"give `{self._flag}` the address of the vLLM server itself",
             )
         return text
 
@@ -278,14 +281,14 @@ class Server:
         elif 300 <= error.code < 400:
             to = error.headers.get("Location") or "another address"
             fact = f"{self.url}{path} answers {error.code} and sends on to {to[:200]}"
-            fix = "give `--url` the vLLM server itself, which sends nobody on"
+            fix = f"give `{self._flag}` the vLLM server itself, which sends nobody on"
         elif error.code == 404 and path == "/metrics":
             fix = (
-                "give `--url` the vLLM server itself: a router or gateway in front of it mostly "
-                "does not pass /metrics on"
+                f"give `{self._flag}` the vLLM server itself: a router or gateway in front of it "
+                "mostly does not pass /metrics on"
             )
         elif error.code == 404:
-            fix = "give `--url` the address of a vLLM server, as in http://localhost:8000"
+            fix = f"give `{self._flag}` the address of a vLLM server, as in http://localhost:8000"
         else:
             fix = "look into the server's log"
         if self._proxied and error.code >= 500:
@@ -301,12 +304,12 @@ class Server:
                 "(`--timeout SECONDS` waits longer)",
             )
         said = getattr(reason, "strerror", None) or str(reason) or type(reason).__name__
-        fix = "start the server, or give `--url` the address and port that it listens on"
+        fix = f"start the server, or give `{self._flag}` the address and port that it listens on"
         if isinstance(reason, ssl.SSLCertVerificationError):
             said = reason.verify_message or said
             fix = "name the file with the server's own certificate in the variable SSL_CERT_FILE"
         elif isinstance(reason, ssl.SSLError):
-            fix = "give `--url` an address with http:// if the server has no certificate"
+            fix = f"give `{self._flag}` an address with http:// if the server has no certificate"
         elif self._proxied:
             fix += f"; {self._around_the_proxy()}"
         return ServerError(f"{self.url}{path} does not answer: {said}", fix)

@@ -165,6 +165,16 @@ more than it brings.
 `vllm-kimi-eagle3 plan` which number of drafts pays, if any.""",
     ),
     Kind(
+        "diagnose-not-compared",
+        Severity.NOTE,
+        "The speeds could not be compared",
+        """\
+`--without` was given, and the speed on one of the two servers is not known, or is not that of the \
+same model. Speed is tokens a second by the server's own latencies, while it serves nothing but \
+the prompts of this command. What is said of acceptance holds all the same.""",
+        undecided=True,
+    ),
+    Kind(
         "diagnose-none-published",
         Severity.NOTE,
         "Nothing to compare with",

@@ -464,6 +464,51 @@ def test_steps_that_no_server_takes(step: float) -> None:
     json.dumps(report.as_json(), allow_nan=False)
 
 
+@pytest.mark.parametrize(
+    ("first", "second", "said"),
+    [
+        (Behaviour(), Behaviour(paths={"/metrics": (200, "go_x 1")}), "has no metrics of vLLM"),
+        (Behaviour(), Behaviour(speculates=False, foreign=1), "requests of others ran"),
+        (Behaviour(foreign=1), Behaviour(speculates=False), "requests of others ran"),
+        (Behaviour(), Behaviour(speculates=False, step=0.0), "does not time its tokens"),
+    ],
+)
+def test_speeds_that_cannot_be_compared(first: Behaviour, second: Behaviour, said: str) -> None:
+    with FakeServer(second) as other:
+        report, server = run(first, "--without", other.url, "--context", "0")
+    found = next(f for f in report.findings if f.id == "diagnose-not-compared")
+    assert said in found.fact
+    assert (server.url if first.foreign else other.url) in found.fact
+    assert report.exit_code == 2
+
+
+def test_another_model_without_speculation_is_not_compared() -> None:
+    with FakeServer(Behaviour(models=("llama-8b",), speculates=False)) as other:
+        report, _ = run(None, "--without", other.url, "--context", "0")
+        assert not other.bodies
+    found = next(f for f in report.findings if f.id == "diagnose-not-compared")
+    assert "has no model 'kimi'; it has llama-8b" in found.fact
+    assert report.exit_code == 2
+
+
+def test_the_same_model_by_another_name() -> None:
+    data = '{"data": [{"id": "plain", "root": "kimi", "max_model_len": 9999}]}'
+    behaviour = Behaviour(speculates=False, paths={"/v1/models": (200, data)})
+    with FakeServer(behaviour) as other:
+        report, _ = run(None, "--without", other.url, "--context", "0")
+    assert {body["model"] for _, body in other.bodies} == {"plain"}
+    assert report.speed_without is not None
+
+
+def test_a_server_without_speculation_that_is_not_there() -> None:
+    report, _ = run(None, "--without", "http://127.0.0.1:9", "--context", "0")
+    found = next(f for f in report.findings if f.id == "diagnose-no-answer")
+    assert "http://127.0.0.1:9" in str(found.evidence)
+    assert "--without" in found.fix
+    assert "--url" not in found.fix
+    assert report.measured is not None
+
+
 def test_watching() -> None:
     with FakeServer() as server:
         before = server.get
