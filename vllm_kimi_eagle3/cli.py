@@ -178,14 +178,15 @@ def diagnose(words: Sequence[str]) -> int:
     progress = _Progress()
     report = measure(options, progress)
     progress.end()
+    text = json.dumps(report.as_json(), indent=2) if options.json else report.as_text(**_look())
+    code = _show(text, report.exit_code)
     if options.plot is not None:
         try:
             plot.plot(report, options.plot)
         except plot.PlotError as error:
             _complain(f"{PROGRAM} diagnose: {error}")
-    if options.json:
-        return _show(json.dumps(report.as_json(), indent=2), report.exit_code)
-    return _show(report.as_text(**_look()), report.exit_code)
+            return code or EXIT_NOT_WRITTEN
+    return code
 
 
 def plan(words: Sequence[str]) -> int:

@@ -41,7 +41,7 @@ def plot(report: Report, path: Path) -> None:
     """Draws a report.
 
     Raises:
-        PlotError: nothing was measured, or the file cannot be written.
+        PlotError: nothing was measured, or it cannot be drawn or written.
     """
     available(path)
     from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -49,19 +49,22 @@ def plot(report: Report, path: Path) -> None:
 
     if report.measured is None:
         raise PlotError(f"--plot {path}: nothing was measured, so there is nothing to draw")
-    figure = Figure(figsize=(10, 4.2), layout="constrained")
-    FigureCanvasAgg(figure)
-    left, right = figure.subplots(1, 2)
-    _acceptance(left, report)
-    _gains(right, report)
     title = " ".join(
         part for part in (report.model, report.drafter and f"+ {report.drafter}") if part
     )
-    figure.suptitle(title or report.url, fontsize=10)
     try:
+        figure = Figure(figsize=(10, 4.2), layout="constrained")
+        FigureCanvasAgg(figure)
+        left, right = figure.subplots(1, 2)
+        _acceptance(left, report)
+        _gains(right, report)
+        # A name may have dollar signs, and is no formula.
+        figure.suptitle(title or report.url, fontsize=10, parse_math=False)
         figure.savefig(path, dpi=150)
     except OSError as error:
         raise PlotError(f"--plot {path} cannot be written: {error.strerror}") from None
+    except (ValueError, ArithmeticError) as error:
+        raise PlotError(f"--plot {path} cannot be drawn: {error}") from None
 
 
 def _acceptance(axes: Any, report: Report) -> None:
@@ -97,10 +100,11 @@ def _gains(axes: Any, report: Report) -> None:
         steps.append(Step(0, 1, context, 1 / report.speed_without))
     axes.set_xlabel("drafts a step")
     axes.set_ylabel("times the tokens a second without drafts")
-    if not steps:
+    try:
+        model = fit(steps)
+    except ValueError:  # There is none, or of a size or time that cannot be.
         axes.set_title("no step was timed", fontsize=10)
         return
-    model = fit(steps)
     rates = [rate.value for rate in measured.rates]
     every = range(MAX_K + 1)
     gains = [model.speed_up(n, 1, context, rates) for n in every]

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import ast
 import json
+import re
 import socket
 import subprocess
 import sys
@@ -632,6 +633,54 @@ def test_a_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         assert cli.main([*words[:-1], str(tmp_path / "report.doc")]) == 64
         assert cli.main([*words[:-1], str(tmp_path / "no" / "report.png")]) == 64
     assert "there is no folder" in capsys.readouterr().err
+
+
+def _many_drafts(text: str, reading: int) -> str:
+    def hundredfold(match: re.Match[str]) -> str:
+        return f"{match[1]} {float(match[2]) * 100}"
+
+    return re.sub(r"(num_draft_tokens_total\{[^}]*\}) (\S+)", hundredfold, text)
+
+
+@pytest.mark.parametrize(
+    ("behaviour", "words"),
+    [
+        (Behaviour(metrics=_many_drafts), ()),
+        (Behaviour(step=1e-12), ()),
+        (Behaviour(), ("--drafter", "/m/$x_$")),
+        (Behaviour(models=("a$b^$",)), ()),
+    ],
+)
+def test_a_picture_of_anything(
+    behaviour: Behaviour, words: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("matplotlib")
+    file = tmp_path / "report.png"
+    with FakeServer(behaviour) as server:
+        asked = ["diagnose", "--url", server.url, "--context", "0", "--plot", str(file), *words]
+        assert cli.main(asked) == 0
+    assert file.read_bytes().startswith(b"\x89PNG")
+    assert "Acceptance is as it should be." in capsys.readouterr().out
+
+
+def test_a_picture_that_cannot_be_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("matplotlib")
+    (tmp_path / "folder.png").mkdir()
+    with FakeServer() as server:
+        words = ["diagnose", "--url", server.url, "--context", "0", "--plot"]
+        assert cli.main([*words, str(tmp_path / "folder.png")]) == 74
+        shown = capsys.readouterr()
+        assert "cannot be written" in shown.err
+        assert "Acceptance is as it should be." in shown.out
+
+        def refused(*_: Any) -> None:
+            raise ValueError("no such glyph")
+
+        monkeypatch.setattr(plot, "_acceptance", refused)
+        assert cli.main([*words, str(tmp_path / "report.png")]) == 74
+        assert "no such glyph" in capsys.readouterr().err
 
 
 def test_a_picture_without_matplotlib(
