@@ -79,6 +79,7 @@ class Record:
         resets, impossible, missing: as of the pages' differences.
         refused: requests that the server refused, and how it said so.
         pages: that were read.
+        stopped: why it ended early; None if it did not.
     """
 
     parts: list[Part] = field(default_factory=list)
@@ -89,6 +90,7 @@ class Record:
     missing: list[str] = field(default_factory=list)
     refused: list[ServerError] = field(default_factory=list)
     pages: int = 0
+    stopped: ServerError | None = None
 
     def take(self, found: Difference, page: Page) -> None:
         """Keeps what was counted between two pages, of which ``page`` is the later one."""
@@ -236,7 +238,7 @@ def drive(
         progress: called with a line of text before each.
 
     Raises:
-        ServerError: the server does not answer any more, or refused every prompt.
+        ServerError: nothing was counted: the server does not answer, or refused every prompt.
     """
     page = read_page(server.metrics())
     record = Record(pages=1, impossible=[*page.impossible])
@@ -252,11 +254,16 @@ def drive(
             answer = talk.ask(prompt)
         except ServerError as error:
             if error.status is None or error.status in (401, 403, 404):
-                raise
+                record.stopped = error
+                break
             record.refused.append(error)
             continue
         wall = time.monotonic() - started
-        after = _settled(server, page, counted_as)
+        try:
+            after = _settled(server, page, counted_as)
+        except ServerError as error:
+            record.stopped = error
+            break
         found = difference(page, after, counted_as)
         record.take(found, after)
         one = found.total
@@ -268,9 +275,9 @@ def drive(
             Part(one, prompt.kind, answer.prompt_tokens, answer.text, wall, answer.tokens)
         )
         page = after
-    if prompts and not record.parts:
-        raise record.refused[0]
-    return record
+    if record.parts or not prompts:
+        return record
+    raise record.stopped or record.refused[0]
 
 
 class _Talk:
@@ -330,7 +337,7 @@ def watch(
         interval: between two readings; a twentieth of it, and at least a second, if not given.
 
     Raises:
-        ServerError: the server does not answer any more.
+        ServerError: nothing was counted: the server does not answer.
     """
     interval = max(1.0, seconds / 20) if interval is None else interval
     page = read_page(server.metrics())
@@ -342,7 +349,13 @@ def watch(
             left = seconds - number * seconds / slices
             progress(f"[{'#' * done}{'.' * (20 - done)}] watching, {left:.0f} s left")
         sleep(seconds / slices)
-        after = read_page(server.metrics())
+        try:
+            after = read_page(server.metrics())
+        except ServerError as error:
+            if not record.parts:
+                raise
+            record.stopped = error
+            break
         found = difference(page, after, counted_as)
         record.take(found, after)
         record.parts.append(Part(found.total, wall=seconds / slices))

@@ -204,9 +204,11 @@ class _Work:
         )
         self._fill(record, how, known)
         self.found += signature.findings(observed, self._to_judge(known))
+        if record.stopped is not None:
+            self.found.append(_no_answer(record.stopped, options.url))
         if self.so_far.measured is None and self.report().exit_code == EXIT_FINE:
             self.found.append(_lacks([DRAFTS]))
-        if options.without and record.parts:
+        if options.without and record.parts and record.stopped is None:
             try:
                 self._compare(model, record)
             except ServerError as error:
@@ -289,10 +291,12 @@ class _Work:
         options = self.options
         if options.watch is not None:
             how = f"watched for {options.watch:.0f} s"
-            return (
-                drive.watch(server, options.watch, counted_as=counted_as, progress=self.progress),
-                how,
+            record = drive.watch(
+                server, options.watch, counted_as=counted_as, progress=self.progress
             )
+            if record.stopped:
+                how += f", of which it answered {sum(part.wall for part in record.parts):.0f} s"
+            return record, how
         prompts, tokens = self._prompts(server, model)
         self.so_far = replace(self.so_far, prompts=drive.digest(prompts, tokens))
         record = drive.drive(
@@ -303,9 +307,12 @@ class _Work:
             counted_as=counted_as,
             progress=self.progress,
         )
-        sent = f"{len(record.parts)} prompts of " + (
-            str(options.prompts) if options.prompts else "this program"
-        )
+        some = f"{len(record.parts)}"
+        if record.stopped:
+            some += f" of {len(prompts)}"
+            # It is no measurement of all of them.
+            self.so_far = replace(self.so_far, prompts="")
+        sent = f"{some} prompts of " + (str(options.prompts) if options.prompts else "this program")
         how = f"{sent}, one at a time, greedy, answers of up to {tokens:,} tokens"
         if record.refused:
             how += f"; it refused {len(record.refused)} more ({record.refused[0].fact})"
@@ -467,14 +474,16 @@ class _Work:
             counted_as=counted_as,
             progress=self.progress,
         )
-        if not without.foreign_requests:
+        if not without.foreign_requests and not without.stopped:
             self.so_far = replace(self.so_far, speed_without=drive.speed(without.parts))
         fast, slow = self.so_far.speed, self.so_far.speed_without
         for url, one, speed in (
             (self.so_far.url, record, fast),
             (other.url, without, slow),
         ):
-            if one.foreign_requests:
+            if one.stopped:
+                self.found.append(_no_answer(one.stopped, url))
+            elif one.foreign_requests:
                 self._not_compared(
                     f"requests of others ran on {url} meanwhile, and the latencies are those of "
                     "everybody",

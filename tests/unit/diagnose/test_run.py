@@ -275,6 +275,42 @@ def without_lines(text: str, *words: str) -> str:
     return "".join(line for line in lines if not any(word in line for word in words))
 
 
+@pytest.mark.parametrize("watched", [False, True])
+@pytest.mark.parametrize(
+    ("rates", "found", "code"),
+    [
+        (HEALTHY, "diagnose-none-published", 2),
+        ((0.0, 0.0, 0.0), "diagnose-nothing-accepted", 1),
+    ],
+)
+def test_a_server_that_stops_meanwhile(
+    watched: bool, rates: tuple[float, ...], found: str, code: int
+) -> None:
+    """What was counted until then is judged."""
+    with FakeServer(Behaviour(rates=lambda length: rates)) as server:
+        true = server.get
+
+        def stopping(path: str) -> tuple[int, str]:
+            if path == "/metrics":
+                if watched and server.readings > 1:
+                    server.post("/v1/completions", {"prompt": "a" * 400, "max_tokens": 400})
+                if server.readings > 4:
+                    return 503, "gone"
+            return true(path)
+
+        server.get = stopping  # type: ignore[method-assign]
+        words = ["--watch", "4"] if watched else ["--context", "0"]
+        report = diagnose(options_of(["--url", server.url, *words]))
+    assert found in ids(report)
+    assert "diagnose-no-answer" in ids(report)
+    assert report.exit_code == code
+    assert report.measured is not None
+    assert report.measured.counts.drafts > 100
+    assert report.prompts == "", "it is no measurement of all of them"
+    if not watched:
+        assert report.how.startswith("3 of 16 prompts")
+
+
 def test_a_server_that_is_not_there() -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
