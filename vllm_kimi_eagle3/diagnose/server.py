@@ -8,8 +8,10 @@ Nothing of it is trusted: every answer has a limit of size and of time, and what
 from __future__ import annotations
 
 import http.client
+import io
 import json
 import os
+import socket
 import ssl
 import time
 import urllib.error
@@ -112,6 +114,65 @@ class _NoRedirects(urllib.request.HTTPRedirectHandler):
         return None
 
 
+class _Timed(io.RawIOBase):
+    """What a socket gets, with one limit of time for all of it."""
+
+    def __init__(self, got: io.RawIOBase, connection: socket.socket, deadline: float) -> None:
+        super().__init__()
+        self._got = got
+        self._connection = connection
+        self._deadline = deadline
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int | None:
+        left = self._deadline - time.monotonic()
+        if left <= 0:
+            raise TimeoutError
+        self._connection.settimeout(left)
+        return self._got.readinto(buffer)
+
+    def close(self) -> None:
+        self._got.close()
+        super().close()
+
+
+def _timed(connection: http.client.HTTPConnection) -> None:
+    """Limits an answer of a connection, its headers and an error's text included, to the
+    connection's timeout."""
+    deadline = time.monotonic() + (connection.timeout or MAX_TIMEOUT)
+
+    def response(sock: socket.socket, **options: Any) -> http.client.HTTPResponse:
+        answer = http.client.HTTPResponse(sock, **options)
+        answer.fp = io.BufferedReader(_Timed(answer.fp.detach(), sock, deadline))
+        return answer
+
+    connection.response_class = response  # type: ignore[assignment]
+
+
+class _Connection(http.client.HTTPConnection):
+    def __init__(self, *words: Any, **options: Any) -> None:
+        super().__init__(*words, **options)
+        _timed(self)
+
+
+class _SecureConnection(http.client.HTTPSConnection):
+    def __init__(self, *words: Any, **options: Any) -> None:
+        super().__init__(*words, **options)
+        _timed(self)
+
+
+class _Http(urllib.request.HTTPHandler):
+    def http_open(self, request: urllib.request.Request) -> http.client.HTTPResponse:
+        return self.do_open(_Connection, request)
+
+
+class _Https(urllib.request.HTTPSHandler):
+    def https_open(self, request: urllib.request.Request) -> http.client.HTTPResponse:
+        return self.do_open(_SecureConnection, request)
+
+
 class Server:
     """A server by its address.
 
@@ -132,7 +193,7 @@ class Server:
         local = host in ("localhost", "::1", "0.0.0.0", "::") or host.startswith("127.")
         # A proxy of the environment cannot reach what listens on this machine.
         handlers = [urllib.request.ProxyHandler({})] if local else []
-        self._opener = urllib.request.build_opener(_NoRedirects(), *handlers)
+        self._opener = urllib.request.build_opener(_NoRedirects(), _Http(), _Https(), *handlers)
         self._proxied = (
             not local
             and urllib.parse.urlsplit(self.url).scheme in urllib.request.getproxies()
@@ -253,7 +314,7 @@ class Server:
         request = urllib.request.Request(self.url + path, data, headers)
         try:
             with self._opener.open(request, timeout=timeout) as answer:
-                text = _read(answer, time.monotonic() + timeout)
+                text = _read(answer)
         except urllib.error.HTTPError as error:
             raise self._refused(path, error) from None
         except (OSError, http.client.HTTPException) as error:
@@ -319,20 +380,17 @@ class Server:
         return f"a proxy of the environment was asked: NO_PROXY={host} goes around it"
 
 
-def _read(answer: Any, deadline: float) -> bytes:
+def _read(answer: Any) -> bytes:
     """An answer, up to a byte more than :data:`MAX_BYTES`; unpacked, where something on the way
     packed it.
 
     Raises:
-        TimeoutError: it trickles in beyond the deadline.
         OSError: it is packed, and not as it says.
     """
     packed = answer.headers.get("Content-Encoding", "").strip().lower() in ("gzip", "deflate")
     unpacker = zlib.decompressobj(zlib.MAX_WBITS | 32) if packed else None
     text = bytearray()
     while len(text) <= MAX_BYTES and (data := answer.read1(_CHUNK)):
-        if time.monotonic() > deadline:
-            raise TimeoutError
         try:
             text += data if unpacker is None else unpacker.decompress(data, MAX_BYTES + 1)
         except zlib.error as error:
