@@ -57,6 +57,8 @@ def given(text: str, flag: str) -> Given:
     words = text.strip()
     number = re.fullmatch(r"(\d+(?:\.\d+)?)(?:@(\d+))?", words)
     if number and (number[2] or "," not in words):
+        if number[2] and not (len(number[2]) <= 4 and 1 <= int(number[2]) <= 64):
+            raise ValueError(f"{flag} {words}: it is of 1 to 64 drafts a step; one takes {_FORMS}")
         return _length(float(number[1]), int(number[2] or 0), words, flag)
     if re.fullmatch(r"[\d.,%\s]+", words):
         return _rates(words, flag)
@@ -64,8 +66,8 @@ def given(text: str, flag: str) -> Given:
 
 
 def _length(length: float, k: int, words: str, flag: str) -> Given:
-    if k > 64 or not 1.0 <= length <= (k or 64) + 1.0:
-        most = f"{k} drafts a step give 1 to {k + 1}" if k else "an acceptance length is 1 or more"
+    if not 1.0 <= length <= (k or 64) + 1.0:
+        most = f"{k} drafts a step give 1 to {k + 1}" if k else "an acceptance length is 1 to 65"
         raise ValueError(f"{flag} {words}: {most}; one takes {_FORMS}")
     return Given((), length, k, f"{flag} {words}")
 

@@ -53,6 +53,9 @@ exit code: 0 acceptance is as it should be, 1 something is wrong, 2 that could n
 options are wrong
 """
 
+# As in `plan`: the text of a longer prompt takes the memory of this machine.
+_MOST_CONTEXT = 10_000_000
+
 Progress = Callable[[str], None]
 
 
@@ -103,8 +106,8 @@ def options_of(words: Sequence[str]) -> Options:
         parser.add_argument(name, type=Path)
     for name in ("--watch", "--temperature"):
         parser.add_argument(name, type=float)
-    parser.add_argument("--tokens", type=int, default=256)
-    parser.add_argument("--context", type=int, default=4096)
+    for name in ("--tokens", "--context"):
+        parser.add_argument(name, type=int)
     parser.add_argument("--timeout", type=float, default=600.0)
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--help", "-h", action="store_true")
@@ -119,12 +122,19 @@ def options_of(words: Sequence[str]) -> Options:
         raise OptionError("--watch sends nothing, and --prompts is what to send: leave one out")
     if found.watch is not None and found.without is not None:
         raise OptionError("--without compares the same prompts on two servers: leave out --watch")
+    if found.without is not None and not found.without.strip():
+        raise OptionError("--without is empty: it takes the address of a server")
+    for name in ("tokens", "context"):
+        if getattr(found, name) is None:
+            setattr(found, name, getattr(Options, name))
+        elif found.watch is not None:
+            raise OptionError(f"--{name} is of what is sent, and --watch sends nothing")
     if found.watch is None and found.temperature is not None:
         raise OptionError("--temperature says how watched traffic is sampled: it needs --watch")
     if not 8 <= found.tokens <= 100_000:
         raise OptionError("--tokens takes 8 to 100000")
-    if found.context < 0:
-        raise OptionError("--context takes a number of tokens, 0 for no long prompts")
+    if not 0 <= found.context <= _MOST_CONTEXT:
+        raise OptionError(f"--context takes up to {_MOST_CONTEXT:,} tokens, 0 for no long prompts")
     if found.temperature is not None and not 0 <= found.temperature <= 100:
         raise OptionError("--temperature takes a number from 0 on; 0 is greedy")
     if not 0 < found.timeout <= MAX_TIMEOUT:

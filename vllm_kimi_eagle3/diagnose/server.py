@@ -28,6 +28,7 @@ MAX_BYTES = 64 << 20
 MAX_TIMEOUT = 86_400.0
 _QUICK = 15.0
 _CHUNK = 1 << 16
+_MOST_TOKENS = 10**9  # Of a request.
 
 
 class ServerError(Exception):
@@ -275,11 +276,11 @@ class Server:
             else:
                 reasoning = message.get("reasoning") or message.get("reasoning_content") or ""
                 text = f"{reasoning}{message.get('content') or ''}"
-            return Answer(
-                text if isinstance(text, str) else "",
-                int(usage["prompt_tokens"]),
-                int(usage["completion_tokens"] or 0),
-            )
+            prompt_tokens = int(usage["prompt_tokens"])
+            tokens = int(usage["completion_tokens"] or 0)
+            if not (0 <= prompt_tokens <= _MOST_TOKENS and 0 <= tokens <= _MOST_TOKENS):
+                raise self._not_vllm(path)
+            return Answer(text if isinstance(text, str) else "", prompt_tokens, tokens)
         except (KeyError, IndexError, TypeError, ValueError, OverflowError, AttributeError):
             raise self._not_vllm(path) from None
 

@@ -97,7 +97,10 @@ def test_a_length_as_a_person_writes_it() -> None:
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("0.7", "an acceptance length is 1 or more"),
+        ("0.7", "an acceptance length is 1 to 65"),
+        ("76", "an acceptance length is 1 to 65"),
+        ("2.8@0", "1 to 64 drafts a step"),
+        ("2.8@" + "9" * 5000, "1 to 64 drafts a step"),
         ("5@3", "3 drafts a step give 1 to 4"),
         ("56,76", "later positions cannot be higher"),
         ("120,50", "a rate of 1.2 cannot be"),

@@ -204,10 +204,12 @@ def test_a_certificate_that_nobody_knows(monkeypatch: pytest.MonkeyPatch) -> Non
     assert "SSL_CERT_FILE" in caught.value.fix
 
 
-def test_tokens_that_cannot_be_counted() -> None:
-    body = (
-        b'{"choices": [{"text": "a"}], "usage": {"prompt_tokens": 1e999, "completion_tokens": 1}}'
-    )
+@pytest.mark.parametrize("name", ["prompt_tokens", "completion_tokens"])
+@pytest.mark.parametrize("number", ["1e999", "-50", "1" + "0" * 320, "1000000001"])
+def test_tokens_that_cannot_be_counted(name: str, number: str) -> None:
+    usage = {"prompt_tokens": "1", "completion_tokens": "1", name: number}
+    said = ", ".join(f'"{key}": {value}' for key, value in usage.items())
+    body = f'{{"choices": [{{"text": "a"}}], "usage": {{{said}}}}}'.encode()
     with answering(whole(body)) as (url, _), pytest.raises(ServerError, match="not as vLLM does"):
         Server(url).complete("m", "a")
 
