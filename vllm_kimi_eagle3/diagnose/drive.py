@@ -245,10 +245,9 @@ def drive(
     talk = _Talk(server, model, tokens)
     for number, prompt in enumerate(prompts, 1):
         if progress is not None:
-            done = round(20 * (number - 1) / len(prompts))
-            bar = "#" * done + "." * (20 - done)
             kind = f" ({prompt.kind})" if prompt.kind else ""
-            progress(f"[{bar}] prompt {number} of {len(prompts)}{kind}")
+            said = f"prompt {number} of {len(prompts)}{kind}"
+            progress(f"{bar(number - 1, len(prompts))} {said}")
         started = time.monotonic()
         try:
             answer = talk.ask(prompt)
@@ -260,7 +259,7 @@ def drive(
             continue
         wall = time.monotonic() - started
         try:
-            after = _settled(server, page, counted_as)
+            after = settled(server, page, counted_as)
         except ServerError as error:
             record.stopped = error
             break
@@ -268,7 +267,7 @@ def drive(
         record.take(found, after)
         one = found.total
         others = max(0, one.requests - 1)
-        if one.generated > answer.tokens * (1 + _STRAY_SHARE) + _STRAY_TOKENS:
+        if has_stray_tokens(one, answer.tokens):
             others = max(others, 1)  # One that has not ended yet.
         record.foreign_requests += others
         record.parts.append(
@@ -306,15 +305,26 @@ class _Talk:
         return self._server.complete(self._model, prompt.text, **options)
 
 
-def _settled(server: Server, before: Page, model: str | None) -> Page:
-    """The counters once the end of a request is among them."""
+def bar(done: int, of: int) -> str:
+    """A bar of 20 places, for a line of progress."""
+    filled = round(20 * done / of)
+    return f"[{'#' * filled}{'.' * (20 - filled)}]"
+
+
+def has_stray_tokens(counted: Delta, own: int) -> bool:
+    """Whether others got tokens too, beside the ``own`` of whoever sent the requests."""
+    return counted.generated > own * (1 + _STRAY_SHARE) + _STRAY_TOKENS
+
+
+def settled(server: Server, before: Page, model: str | None, requests: int = 1) -> Page:
+    """The counters once the ends of so many requests are among them."""
     deadline = time.monotonic() + _SETTLES
     while True:
         page = read_page(server.metrics())
         ended = difference(before, page, model).total.requests
         running = sum(e.values.get(RUNNING, 0.0) for e in page.of_model(model).values())
         counts_requests = any(REQUESTS in e.values for e in page.of_model(model).values())
-        if (ended >= 1 and not running) or time.monotonic() > deadline:
+        if (ended >= requests and not running) or time.monotonic() > deadline:
             return page
         if not counts_requests and not running and deadline - time.monotonic() < _SETTLES - 1:
             return page
@@ -345,9 +355,8 @@ def watch(
     slices = max(1, round(seconds / interval))
     for number in range(slices):
         if progress is not None:
-            done = round(20 * number / slices)
             left = seconds - number * seconds / slices
-            progress(f"[{'#' * done}{'.' * (20 - done)}] watching, {left:.0f} s left")
+            progress(f"{bar(number, slices)} watching, {left:.0f} s left")
         sleep(seconds / slices)
         try:
             after = read_page(server.metrics())

@@ -215,11 +215,11 @@ def sort(found: Sequence[Finding]) -> list[Finding]:
     )
 
 
-def stopped(error: Exception) -> Finding:
+def stopped(error: Exception, command: str = "diagnose") -> Finding:
     """A defect of ours, as a finding: it does not hide what was found before."""
     return Finding(
-        "diagnose-stopped",
-        f"diagnose stopped at {type(error).__name__}: {str(error)[:300]}",
+        f"{command}-stopped",
+        f"{command} stopped at {type(error).__name__}: {str(error)[:300]}",
         "please report it",
     )
 

@@ -16,7 +16,7 @@ from vllm_kimi_eagle3.acceptance.given import Given, given
 from vllm_kimi_eagle3.acceptance.model import Counts, extended, total
 from vllm_kimi_eagle3.acceptance.published import KINDS, find
 from vllm_kimi_eagle3.diagnose.metrics import read_page
-from vllm_kimi_eagle3.diagnose.report import EXIT_FINE, EXIT_UNTOLD, sort
+from vllm_kimi_eagle3.diagnose.report import EXIT_FINE, EXIT_UNTOLD, sort, stopped
 from vllm_kimi_eagle3.diagnose.run import OptionError, speculates
 from vllm_kimi_eagle3.diagnose.server import MAX_TIMEOUT, Server, ServerError
 from vllm_kimi_eagle3.findings import Evidence, Finding
@@ -378,13 +378,7 @@ def plan(options: Options, progress: Progress | None = None) -> Plan:
     except OptionError:
         raise
     except Exception as error:
-        work.found.append(
-            Finding(
-                "plan-stopped",
-                f"plan stopped at {type(error).__name__}: {str(error)[:300]}",
-                "please report it",
-            )
-        )
+        work.found.append(stopped(error, "plan"))
     return replace(work.so_far, findings=tuple(sort(work.found)))
 
 

@@ -9,21 +9,19 @@ cache, then for the steps that are timed.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from threading import Thread
 
 from vllm_kimi_eagle3.acceptance.model import Counts
-from vllm_kimi_eagle3.diagnose.drive import long_prompt, tokens_per_character
-from vllm_kimi_eagle3.diagnose.metrics import (
-    REQUESTS,
-    Delta,
-    Difference,
-    Page,
-    difference,
-    read_page,
+from vllm_kimi_eagle3.diagnose.drive import (
+    bar,
+    has_stray_tokens,
+    long_prompt,
+    settled,
+    tokens_per_character,
 )
+from vllm_kimi_eagle3.diagnose.metrics import Delta, Difference, difference, read_page
 from vllm_kimi_eagle3.diagnose.server import Server, ServerError
 
 from .model import Step
@@ -31,10 +29,6 @@ from .model import Step
 TOKENS = 96
 """Of an answer: thirty steps at three tokens a step."""
 _SPARE = 64
-# A server counts the end of a request within a step of its answer.
-_SETTLES, _POLL = 3.0, 0.05
-# Tokens beyond one's own that are those of others: more than so many, and than this part.
-_STRAY_TOKENS, _STRAY_SHARE = 16, 0.1
 
 
 @dataclass(frozen=True)
@@ -86,15 +80,14 @@ def sweep(
             skipped.append(f"{name}: the server takes {max_model_len:,} with the answer")
             continue
         if progress is not None:
-            done = round(20 * (number - 1) / len(cells))
-            progress(f"[{'#' * done}{'.' * (20 - done)}] cell {number} of {len(cells)}: {name}")
+            progress(f"{bar(number - 1, len(cells))} cell {number} of {len(cells)}: {name}")
         texts = [f"Request {i}.\n" + long_prompt(context, density).text for i in range(batch)]
         try:
             start = read_page(server.metrics())
             _send(server, model, texts, 1)
-            before = _settled(server, start, batch, counted_as)
+            before = settled(server, start, counted_as, batch)
             _send(server, model, texts, TOKENS)
-            after = _settled(server, before, batch, counted_as)
+            after = settled(server, before, counted_as, batch)
         except ServerError as error:
             if error.status is None or error.status in (401, 403, 404):
                 raise
@@ -136,18 +129,6 @@ def _send(server: Server, model: str, texts: Sequence[str], tokens: int) -> None
         raise failed[0]
 
 
-def _settled(server: Server, before: Page, number: int, model: str | None) -> Page:
-    """The counters once the ends of so many requests are among them, if the server counts them."""
-    deadline = time.monotonic() + _SETTLES
-    while True:
-        page = read_page(server.metrics())
-        counted = any(REQUESTS in engine.values for engine in page.of_model(model).values())
-        ended = difference(before, page, model).total.requests
-        if not counted or ended >= number or time.monotonic() > deadline:
-            return page
-        time.sleep(_POLL)
-
-
 def _unusable(warming: Difference, timed: Difference, impossible: Sequence[str], batch: int) -> str:
     """Why the counters of a cell say nothing of its steps; "" if they do."""
     if warming.resets or timed.resets:
@@ -155,8 +136,7 @@ def _unusable(warming: Difference, timed: Difference, impossible: Sequence[str],
     if impossible := (*impossible, *timed.impossible):
         return impossible[0]
     total = timed.total
-    own = batch * TOKENS
-    if total.requests > batch or total.generated > own * (1 + _STRAY_SHARE) + _STRAY_TOKENS:
+    if total.requests > batch or has_stray_tokens(total, batch * TOKENS):
         return "others used the server meanwhile"
     counts = total.counts
     if counts is None:
