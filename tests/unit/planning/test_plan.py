@@ -22,6 +22,8 @@ import pytest
 from tests.unit.diagnose.fake import Behaviour, Counters, FakeServer, exposition
 from vllm_kimi_eagle3 import cli
 from vllm_kimi_eagle3.acceptance.model import Estimate
+from vllm_kimi_eagle3.diagnose.drive import settled
+from vllm_kimi_eagle3.diagnose.metrics import read_page
 from vllm_kimi_eagle3.diagnose.run import OptionError
 from vllm_kimi_eagle3.diagnose.server import Server
 from vllm_kimi_eagle3.findings.catalogue import KINDS
@@ -638,3 +640,22 @@ def test_every_kind_of_finding_is_shown_here() -> None:
     for kind in KINDS.values():
         if kind.area == "plan":
             assert f'"{kind.id}"' in text, kind.id
+
+
+def test_the_sweep_waits_for_the_end_of_each_request() -> None:
+    """A server counts the end of a request a step after its answer."""
+
+    class Late:
+        ended = 0
+
+        def metrics(self) -> str:
+            self.ended += 1
+            return (
+                f'vllm:request_success_total{{engine="0",model_name="m"}} {self.ended}\n'
+                'vllm:num_requests_running{engine="0",model_name="m"} 0\n'
+            )
+
+    server = Late()
+    before = read_page(server.metrics())
+    settled(server, before, "m", 4)  # type: ignore[arg-type]
+    assert server.ended == 1 + 4
