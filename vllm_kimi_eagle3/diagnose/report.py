@@ -215,10 +215,10 @@ def sort(found: Sequence[Finding]) -> list[Finding]:
     )
 
 
-def stopped(error: Exception, command: str = "diagnose") -> Finding:
-    """A defect of ours, as a finding: it does not hide what was found before."""
+def stopped(id: str, command: str, error: Exception) -> Finding:
+    """A defect of ours in a command, as a finding: it does not hide what was found before."""
     return Finding(
-        f"{command}-stopped",
+        id,
         f"{command} stopped at {type(error).__name__}: {str(error)[:300]}",
         "please report it",
     )

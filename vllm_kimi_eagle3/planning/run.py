@@ -378,7 +378,7 @@ def plan(options: Options, progress: Progress | None = None) -> Plan:
     except OptionError:
         raise
     except Exception as error:
-        work.found.append(stopped(error, "plan"))
+        work.found.append(stopped("plan-stopped", "plan", error))
     return replace(work.so_far, findings=tuple(sort(work.found)))
 
 
