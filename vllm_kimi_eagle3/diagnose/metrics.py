@@ -406,12 +406,8 @@ def _counts(
     for count in every:
         settled.append(min(count, before) if 0 < count - before <= slack else count)
         before = settled[-1]
-    if draft_tokens is not None:
-        draft_tokens = (
-            max(draft_tokens, sum(settled))
-            if sum(settled) - draft_tokens <= slack
-            else (draft_tokens)
-        )
+    if draft_tokens is not None and 0 < sum(settled) - draft_tokens <= slack:
+        draft_tokens = sum(settled)
     return Counts(drafts, tuple(settled), -1 if draft_tokens is None else draft_tokens)
 
 
