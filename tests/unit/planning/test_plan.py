@@ -518,7 +518,9 @@ def test_a_server_without_metrics_is_asked_nothing(text: str) -> None:
 
 def test_an_interrupted_sweep_does_not_wait_for_its_answers() -> None:
     code = (
-        "import sys; from vllm_kimi_eagle3 import cli; "
+        "import signal, sys; from vllm_kimi_eagle3 import cli; "
+        # As a terminal starts it: in a script's background the signal is ignored.
+        "signal.signal(signal.SIGINT, signal.default_int_handler); "
         "sys.exit(cli.main(['plan', '--url', sys.argv[1], '--batch', '4', '--context', '600']))"
     )
     hanging = threading.Event()

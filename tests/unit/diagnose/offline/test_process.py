@@ -28,9 +28,12 @@ if stays == "stays":
     time.sleep(120)
 sys.exit(3)
 """
+# As a terminal starts it: a test run under `nohup`, or in a script's background, ignores signals.
 COMMAND = """
-import os, sys
+import os, signal, sys
 from vllm_kimi_eagle3.diagnose.offline import process
+signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 with process.told_to_end():
     process.run([sys.executable, *sys.argv[1:]], os.environ)
 """
@@ -99,10 +102,12 @@ def test_the_target_finds_the_modules_that_the_command_has_found(
 
 def test_a_signal_that_is_ignored_stays_so() -> None:
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    term = signal.signal(signal.SIGTERM, signal.SIG_DFL)
     try:
         with process.told_to_end():
             assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
             assert signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL
+        assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
     finally:
         signal.signal(signal.SIGHUP, before)
-    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+        signal.signal(signal.SIGTERM, term)
