@@ -215,11 +215,15 @@ def sort(found: Sequence[Finding]) -> list[Finding]:
     )
 
 
-def stopped(id: str, command: str, error: Exception) -> Finding:
-    """A defect of ours in a command, as a finding: it does not hide what was found before."""
+def stopped(id: str, error: Exception) -> Finding:
+    """A defect of ours in a command, as a finding: it does not hide what was found before.
+
+    Args:
+        id: the command's name and ``-stopped``.
+    """
     return Finding(
         id,
-        f"{command} stopped at {type(error).__name__}: {str(error)[:300]}",
+        f"{id.removesuffix('-stopped')} stopped at {type(error).__name__}: {str(error)[:300]}",
         "please report it",
     )
 

@@ -159,7 +159,7 @@ def diagnose(options: Options, progress: Progress | None = None) -> Report:
     except ServerError as error:
         work.found.append(_no_answer(error, options.url))
     except Exception as error:
-        work.found.append(stopped("diagnose-stopped", "diagnose", error))
+        work.found.append(stopped("diagnose-stopped", error))
     return work.report()
 
 

@@ -378,7 +378,7 @@ def plan(options: Options, progress: Progress | None = None) -> Plan:
     except OptionError:
         raise
     except Exception as error:
-        work.found.append(stopped("plan-stopped", "plan", error))
+        work.found.append(stopped("plan-stopped", error))
     return replace(work.so_far, findings=tuple(sort(work.found)))
 
 

@@ -274,7 +274,7 @@ def diagnose(options: Options, asked: Asked, progress: Progress | None = None) -
     except CheckpointError as error:
         work.found.append(error.finding)
     except Exception as error:
-        work.found.append(stopped("diagnose-stopped", "diagnose", error))
+        work.found.append(stopped("diagnose-stopped", error))
     return replace(work.so_far, findings=tuple(sort(work.found)))
 
 
