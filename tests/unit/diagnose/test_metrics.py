@@ -252,6 +252,21 @@ def test_a_page_that_was_read_while_it_changed() -> None:
     assert found.total.counts.accepted == (755, 560, 430)
 
 
+@pytest.mark.parametrize(("counted", "said"), [(27, 29), (30, 30), (12, None)])
+def test_a_page_that_was_read_between_drafts_and_what_was_accepted(
+    counted: int, said: int | None
+) -> None:
+    """Of ten steps with three drafts each; 29 were accepted."""
+    counters = Counters(10, counted, [10, 10, 9])
+    found = between("", exposition({("kimi", "0"): counters}))
+    if said is None:
+        assert found.total.counts is None
+        assert "29 accepted drafts of only 12" in found.impossible[0]
+    else:
+        assert found.total.counts == Counts(10, (10, 10, 9), said)
+        assert not found.impossible
+
+
 def test_counters_that_are_missing() -> None:
     without = "\n".join(
         line for line in page(100, (76, 56, 43)).split("\n") if "per_pos" not in line

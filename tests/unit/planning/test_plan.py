@@ -661,3 +661,29 @@ def test_the_sweep_waits_for_the_end_of_each_request() -> None:
     before = read_page(server.metrics())
     settled(server, before, "m", 4)  # type: ignore[arg-type]
     assert server.ended == 1 + 4
+
+
+def test_a_cell_is_counted_when_all_of_its_requests_have_ended() -> None:
+    """One after the other, in a server that counts each end a reading later."""
+
+    class Late(FakeServer):
+        def __init__(self) -> None:
+            super().__init__()
+            self.pages = [exposition(self.counters)]
+
+        def get(self, path: str) -> tuple[int, str]:
+            if path != "/metrics":
+                return super().get(path)
+            with self._lock:
+                return 200, self.pages.pop(0) if len(self.pages) > 1 else self.pages[0]
+
+        def _complete(self, prompt_tokens: int, tokens: int, chat: bool) -> tuple[int, str]:
+            answer = super()._complete(prompt_tokens, tokens, chat)
+            with self._lock:
+                self.pages.append(exposition(self.counters))
+            return answer
+
+    with FakeServer() as prompt, Late() as late:
+        wanted, found = (sweep(Server(s.url), "kimi", [4], [600]) for s in (prompt, late))
+    assert wanted.counts
+    assert found == wanted
